@@ -1,0 +1,124 @@
+"""DFlash drafter: one forward pass gives a distribution for every position of a block.
+
+The block is (root, mask, mask, …): the last committed token and block_size - 1 masks. Its context is
+not text but the target's own layer outputs (taps), projected once per committed token and kept as
+keys and values; nothing of the noise block is kept. Source: the published `DFlashDraftModel`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+import config
+from cache import LatentCache
+from model import Model
+from reference import softmax_scale
+
+
+@dataclass(frozen=True)
+class _Layer:
+    input_norm: object
+    q: object
+    k: object
+    v: object
+    q_norm: object
+    k_norm: object
+    o: object
+    post_norm: object
+    mlp: object
+    window: int
+
+
+class Drafter:
+    """One rank's share of the drafter. Embedding and head are the target's.
+
+    dims     config.Drafter;  weights  loader.DrafterWeights of this rank
+    context  positions the rotation table must reach, the block's included
+    """
+
+    def __init__(
+        self, dims: config.Drafter, weights, ops, target: Model, *, context, span=4, size=1
+    ):
+        self.dims, self.ops, self.target, self.span = dims, ops, target, span
+        self.heads = dims.num_attention_heads // size
+        self.kv_heads = dims.num_key_value_heads // size
+        self.scale = softmax_scale(dims.rope, dims.head_dim)
+        self.cos, self.sin = ops.rope_table(dims.rope, dims.head_dim, context + dims.block_size)
+        self.fc = ops.prepare(weights.fc)
+        self.hidden_norm = ops.upload(weights.hidden_norm)
+        self.norm = ops.upload(weights.norm)
+        self.layers = [
+            self._prepare_layer(w, kind, size)
+            for w, kind in zip(weights.layers, dims.layer_types, strict=True)
+        ]
+
+    def _prepare_layer(self, w, kind: str, size: int) -> _Layer:
+        ops, dims = self.ops, self.dims
+        kv_leaves = config.leaves(dims.num_key_value_heads) // size
+        width_leaves = config.leaves(dims.intermediate_size) // size
+        return _Layer(
+            input_norm=ops.upload(w.input_norm),
+            q=ops.prepare(w.q, shards=kv_leaves),
+            k=ops.prepare(w.k, shards=kv_leaves),
+            v=ops.prepare(w.v, shards=kv_leaves),
+            q_norm=ops.upload(w.q_norm),
+            k_norm=ops.upload(w.k_norm),
+            o=ops.prepare(w.o, shards=kv_leaves, row_cut=True),
+            post_norm=ops.upload(w.post_norm),
+            mlp=ops.prepare_mlp(w.gate[None], w.up[None], w.down[None], width_leaves),
+            window=(dims.sliding_window or 0) if kind == "sliding_attention" else 0,
+        )
+
+    @property
+    def cache_width(self) -> int:
+        return 2 * self.kv_heads * self.dims.head_dim
+
+    def extend(self, taps, positions, pages, places, cache: LatentCache) -> None:
+        """Add committed tokens to the context: taps [n, taps * hidden] of the root and the accepted
+        nodes (never of the bonus token), written at (page, place) of their positions."""
+        ops, dims = self.ops, self.dims
+        context = ops.rms_norm(ops.linear(taps, self.fc), self.hidden_norm, dims.rms_norm_eps)
+        for layer, store in zip(self.layers, cache.draft, strict=True):
+            entry = self._keys_values(layer, context, positions)
+            store[pages, places] = entry.reshape(len(positions), -1)
+
+    def draft(self, roots, slots, cache: LatentCache):
+        """roots int32 [B], their cache slots -> fp32 logits [B, block_size - 1, V].
+
+        Row j of a sequence is the distribution of the token at position length + 1 + j.
+        """
+        ops, dims, n = self.ops, self.dims, self.dims.block_size
+        tokens = np.full((len(roots), n), dims.mask_token_id, np.int32)
+        tokens[:, 0] = roots
+        lengths = cache.lengths[slots]
+        tables = [cache.tables[s] for s in slots]
+        positions = (lengths[:, None] + np.arange(n)).astype(np.int32).reshape(-1)
+        x = ops.embed(tokens.reshape(-1), self.target.embedding, self.target.first_id)
+        for layer, store in zip(self.layers, cache.draft, strict=True):
+            h = ops.rms_norm(x, layer.input_norm, dims.rms_norm_eps)
+            q = ops.linear(h, layer.q).reshape(len(h), self.heads, dims.head_dim)
+            q = ops.rms_norm(q, layer.q_norm, dims.rms_norm_eps)
+            q = ops.rope_halves(q, self.cos, self.sin, positions)
+            kv = self._keys_values(layer, h, positions)
+            pages = store.reshape(*store.shape[:2], *kv.shape[1:])
+            o = ops.block_attention(
+                q, kv, pages, tables, lengths, layer.window, self.scale, self.span
+            )
+            x = ops.add(x, ops.linear(o.reshape(len(h), -1), layer.o))
+            h = ops.rms_norm(x, layer.post_norm, dims.rms_norm_eps)
+            x = ops.add(x, ops.mlp(h, layer.mlp))
+        drafts = np.flatnonzero(np.arange(len(x)) % n != 0)
+        x = ops.rms_norm(ops.take_rows(x, drafts), self.norm, dims.rms_norm_eps)
+        logits = ops.head(x, self.target.head, self.target.dims.vocab_size)
+        return logits.reshape(len(roots), n - 1, -1)
+
+    def _keys_values(self, layer: _Layer, h, positions):
+        """[n, hidden] -> [n, 2, KV, d]: normed and rotated keys, then values."""
+        ops, dims = self.ops, self.dims
+        shape = (len(h), self.kv_heads, dims.head_dim)
+        k = ops.rms_norm(ops.linear(h, layer.k).reshape(shape), layer.k_norm, dims.rms_norm_eps)
+        k = ops.rope_halves(k, self.cos, self.sin, positions)
+        v = ops.round(ops.linear(h, layer.v)).reshape(shape)
+        return np.stack([k, v], 1)

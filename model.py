@@ -1,0 +1,172 @@
+"""The layer stack of a DeepSeek-V3-shaped model: `forward(batch, cache) -> logits, taps`.
+
+Written once for every backend: the operations come in as `ops` (reference.py or ops.py), the weights
+as the loader read them. A prompt's rows, a decoded token and the nodes of a tree are all just rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+import config
+from cache import LatentCache
+from reference import softmax_scale
+
+VOCABULARY_SHARDS = 8  # the loader pads embedding and head to as many equal shards
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one forward, and all that tells them apart.
+
+    token_ids  int32 [T]
+    positions  int32 [T]  absolute: committed length + depth, never the row index
+    sequence   int32 [T]  cache slot; the rows of a sequence are adjacent
+    parent     int32 [T]  row of the parent, or -1 for a row that follows the committed text
+    """
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    sequence: np.ndarray
+    parent: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """logits fp32 [rows asked for, V];  taps [T, taps * hidden], outputs of the tapped layers."""
+
+    logits: np.ndarray
+    taps: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class _Attention:
+    norm: object
+    q_a: object
+    q_a_norm: object
+    q_b: object
+    kv_a: object
+    kv_a_norm: object
+    key: object  # [H, nope, latent], absorbed into q
+    value: object  # [H, latent, v], absorbed into the output
+    o: object
+
+
+@dataclass(frozen=True)
+class _Layer:
+    attention: _Attention
+    norm: object
+    experts: object  # routed experts, or None in a dense layer
+    shared: object  # shared experts, or the dense layer's MLP
+    router: object
+    bias: object
+
+
+class Model:
+    """One rank's share of the target, prepared for its backend.
+
+    dims     config.Model
+    weights  loader.TargetWeights of this rank
+    taps     indices of the layers whose outputs the drafter reads
+    context  positions the rotation table must reach; span: leaves per attention span
+    """
+
+    def __init__(
+        self, dims: config.Model, weights, ops, *, context, span=4, taps=(), rank=0, size=1
+    ):
+        self.dims, self.ops, self.taps, self.span = dims, ops, tuple(taps), span
+        self.heads = dims.num_attention_heads // size
+        self.head_dim = dims.qk_nope_head_dim + dims.qk_rope_head_dim
+        self.scale = softmax_scale(dims.rope, self.head_dim)
+        self.cos, self.sin = ops.rope_table(dims.rope, dims.qk_rope_head_dim, context)
+        self.embedding = ops.upload(weights.embed)
+        self.first_id = rank * len(weights.embed)
+        self.norm = ops.upload(weights.norm)
+        self.head = ops.prepare(weights.head, shards=VOCABULARY_SHARDS // size)
+        self.layers = [self._prepare_layer(i, w, size) for i, w in enumerate(weights.layers)]
+
+    def _prepare_layer(self, index: int, w, size: int) -> _Layer:
+        dims, ops = self.dims, self.ops
+        n_heads = dims.num_attention_heads
+        key, value = ops.prepare_heads(w.kv_b, self.heads, dims.qk_nope_head_dim, dims.v_head_dim)
+        attention = _Attention(
+            norm=ops.upload(w.input_norm),
+            q_a=ops.prepare(w.q_a),
+            q_a_norm=ops.upload(w.q_a_norm),
+            q_b=ops.prepare(w.q_b, shards=config.leaves(n_heads) // size),
+            kv_a=ops.prepare(w.kv_a),
+            kv_a_norm=ops.upload(w.kv_a_norm),
+            key=key,
+            value=value,
+            o=ops.prepare(w.o, shards=config.leaves(n_heads, n_heads) // size, row_cut=True),
+        )
+        n = config.mlp_leaves(dims, index) // size
+        mlp, experts, router, bias = w.mlp, None, None, None
+        if dims.layers[index].kind == "moe":
+            experts = ops.prepare_mlp(mlp.experts_gate, mlp.experts_up, mlp.experts_down, n)
+            router, bias = ops.prepare(mlp.router), ops.upload(mlp.bias)
+            one = (mlp.shared_gate, mlp.shared_up, mlp.shared_down)
+        else:
+            one = (mlp.gate, mlp.up, mlp.down)
+        shared = None if one[0] is None else ops.prepare_mlp(*(m[None] for m in one), n)
+        return _Layer(attention, ops.upload(w.post_norm), experts, shared, router, bias)
+
+    @property
+    def cache_width(self) -> int:
+        return self.dims.kv_lora_rank + self.dims.qk_rope_head_dim
+
+    def forward(self, batch: Batch, cache: LatentCache, logit_rows: np.ndarray) -> Forward:
+        """All rows of the batch; logits of `logit_rows`. Keys and values stay in `cache.fresh`."""
+        ops = self.ops
+        plan = ops.plan_attention(
+            batch.positions, batch.sequence, batch.parent, cache.lengths, cache.tables, cache.leaf
+        )
+        x = ops.embed(batch.token_ids, self.embedding, self.first_id)
+        tapped = []
+        for i, layer in enumerate(self.layers):
+            x = ops.add(x, self._attention(i, layer.attention, x, batch, cache, plan))
+            x = ops.add(x, self._mlp(layer, x))
+            if i in self.taps:
+                tapped.append(x)
+        taps = ops.join_columns(tapped) if tapped else None
+        x = ops.rms_norm(ops.take_rows(x, logit_rows), self.norm, self.dims.rms_norm_eps)
+        return Forward(ops.head(x, self.head, self.dims.vocab_size), taps)
+
+    def _attention(self, index, w: _Attention, x, batch, cache, plan):
+        """Absorbed multi-head latent attention (DeepSeek-V3): [T, hidden] -> o_proj's sum."""
+        ops, dims = self.ops, self.dims
+        n, latent = len(batch), dims.kv_lora_rank
+        h = ops.rms_norm(x, w.norm, dims.rms_norm_eps)
+
+        q = ops.rms_norm(ops.linear(h, w.q_a), w.q_a_norm, dims.lora_norm_eps)
+        q = ops.round(ops.linear(q, w.q_b)).reshape(n, self.heads, self.head_dim)
+        q = ops.latent_query(q, w.key, self.cos, self.sin, batch.positions)
+
+        kv = ops.linear(h, w.kv_a)
+        eps = dims.lora_norm_eps
+        kv = ops.latent_entry(kv, w.kv_a_norm, eps, self.cos, self.sin, batch.positions)
+        cache.fresh[index] = kv
+
+        o = ops.latent_attention(q, cache.pages[index], kv, plan, self.scale, latent, self.span)
+        return ops.linear(ops.absorb_v(o, w.value).reshape(n, -1), w.o)
+
+    def _mlp(self, w: _Layer, x):
+        """The dense MLP, or routed and shared experts: [T, hidden] -> their unrounded sum."""
+        ops, dims = self.ops, self.dims
+        h = ops.rms_norm(x, w.norm, dims.rms_norm_eps)
+        if w.experts is None:
+            return ops.mlp(h, w.shared)
+        ids, weights = ops.route(
+            h,
+            w.router,
+            w.bias,
+            dims.num_experts_per_tok,
+            dims.norm_topk_prob,
+            dims.routed_scaling_factor,
+        )
+        return ops.moe(h, ids, weights, w.experts, w.shared)

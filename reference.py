@@ -1,0 +1,839 @@
+"""NumPy twins of every operation: the CPU backend, and what the kernels are checked against.
+
+Bits (R1, R2). A BLAS call's rounding depends on its shape, so no call's shape ever depends on the
+work: rows travel in tiles of `ROW_TILE`, columns in tiles chosen from the weight alone, K in the
+leaves of the table below. A row then keeps its bits whatever its neighbours are, and a tensor-
+parallel rank computes the very tiles that a single rank would. `self_check` proves the property on
+the machine at hand, because it belongs to the BLAS library and not to us.
+
+How each sum over K is cut (`leaves` = the largest power of two up to 8 that divides the units):
+
+    operation             K                     leaves
+    q_a, kv_a, router     hidden                1 (replicated)
+    q_b, gate, up, head   q_lora or hidden      1 (sharded by output columns, in 8 shards)
+    absorb_q, absorb_v    nope; latent          1 (a head is never cut)
+    o_proj                heads x v             one a head (a power of two of them, else `leaves`)
+    down_proj             expert width          8, whole quantisation groups
+    drafter fc            taps x hidden         1 (sharded by output columns)
+    drafter o, down       heads x d; width      8, by key/value heads; by columns
+    attention P.V         positions             one a cache page, folded in spans (R3)
+
+Leaves are added pairwise, ((0+1)+(2+3))+((4+5)+(6+7)).
+
+Rounding map: the places where a value is cast to the activation type (a no-op for float32).
+
+    x / rms                  rounded, times the weight, rounded
+    q_a, kv_a outputs        stay fp32 (they feed a norm or the rotation)
+    q_b output               rounded
+    absorbed q, rotated q    rounded: what attention reads
+    latent, k_pe             rounded: what the cache holds; a row's own key included
+    P of a leaf              rounded; its sum is the sum of the rounded values
+    attention output         rounded in the latent space, and again after absorb_v
+    o_proj's sum             rounded, added to the residual, rounded
+    gate, up                 stay fp32; SiLU(gate) * up is rounded
+    MoE sum (R4)             rounded once, added to the residual, rounded
+    router                   reads the rounded row, upcast; scores, weights, logits stay fp32
+
+bfloat16 values are held in float32 arrays here: every bf16 product is exact in fp32, so rounding at
+the places above is all that the type means.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from config import Rope, UserError
+
+ROW_TILE = 8  # rows of every matrix product; short tiles are padded with zero rows
+HEAD_TILE = 8  # heads of one row that attention computes together, padded likewise
+LOG2E = np.float32(math.log2(math.e))
+WORKERS = 2  # threads that share the independent products of one call; they never change a bit
+PARALLEL_FLOPS = 6e6  # below this a hand-over to a thread costs more than it saves
+
+
+# ---- INT4, the published format ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """Packed INT4 matrix or stack: w[..., o, c] = code[..., o, c] * scales[..., o, c // group].
+
+    packed  int32            [..., out, in / 8]      column c in bits 4*(c % 8) of word c // 8
+    scales  float32 or bf16  [..., out, in / group]
+    """
+
+    packed: np.ndarray
+    scales: np.ndarray
+
+    @property
+    def out_features(self) -> int:
+        return self.packed.shape[-2]
+
+    @property
+    def in_features(self) -> int:
+        return self.packed.shape[-1] * 8
+
+    @property
+    def group_size(self) -> int:
+        return self.in_features // self.scales.shape[-1]
+
+
+def unpack_int4(packed: np.ndarray) -> np.ndarray:
+    """int32 or uint32 [..., n] to int8 codes -8..7 [..., 8 n], lowest nibble first.
+
+    The shift is unsigned: a set top bit must not spread into its neighbours.
+    """
+    words = np.ascontiguousarray(packed).view(np.uint32)
+    shifts = np.arange(0, 32, 4, dtype=np.uint32)
+    nibbles = (words[..., None] >> shifts) & np.uint32(15)
+    return (nibbles.astype(np.int8) - np.int8(8)).reshape(*packed.shape[:-1], -1)
+
+
+def dequantise_int4(weight: Int4Weight) -> np.ndarray:
+    """float32 [..., out, in]. Exact: a 4-bit code times a scale of at most 24 bits, rounded once."""
+    codes = unpack_int4(weight.packed).astype(np.float32)
+    grouped = codes.reshape(*weight.scales.shape, weight.group_size)
+    return (grouped * weight.scales.astype(np.float32)[..., None]).reshape(codes.shape)
+
+
+def to_float32(weight) -> np.ndarray:
+    """A dense float32 or bf16 array, or an `Int4Weight`, as float32 (exact in every case)."""
+    if isinstance(weight, Int4Weight):
+        return dequantise_int4(weight)
+    return np.asarray(weight).astype(np.float32)
+
+
+# ---- tiles -------------------------------------------------------------------------------------
+
+
+def column_tile(width: int) -> int:
+    """Columns of one product for a shard of `width` columns: 64, 96 or 128, whichever pads least."""
+    if width <= 128:
+        return -(-width // 16) * 16
+    return min((64, 96, 128), key=lambda tile: (-(-width // tile) * tile, tile))
+
+
+@dataclass(frozen=True)
+class TiledWeight:
+    """A matrix as `linear` wants it: [leaves, column tiles, K / leaves, tile], float32.
+
+    shards  equal parts of the output columns, each padded to whole tiles (1 where nothing is cut)
+    width   valid columns of one shard
+    row_cut whether tensor parallelism shards K: the leaf sums then join across ranks
+    """
+
+    data: np.ndarray
+    shards: int
+    width: int
+    row_cut: bool = False
+
+    @property
+    def out_features(self) -> int:
+        return self.shards * self.width
+
+    @property
+    def in_features(self) -> int:
+        return self.data.shape[0] * self.data.shape[2]
+
+
+@dataclass(frozen=True)
+class MlpWeight:
+    """Gate, up and down of E experts (E = 1: a dense or shared MLP), cut in S leaves of the width.
+
+    gate_up  float32 [E, S, tiles, hidden, 2 * tile]  a tile's gate columns, then its up columns
+    down     float32 [E, S, column tiles, width / S, column tile]
+    width    width / S, valid columns of one leaf;  hidden: valid output columns
+    packed   set instead of gate_up and down when memory is short: (gate, up, down) as read
+    """
+
+    gate_up: np.ndarray | None
+    down: np.ndarray | None
+    leaves: int
+    width: int
+    hidden: int
+    packed: tuple | None = None
+
+
+def tile_columns(weight: np.ndarray, shards: int, n_leaves: int, row_cut: bool) -> TiledWeight:
+    """[out, in] float32 to a `TiledWeight`; `shards` cuts the columns, `n_leaves` the sum over K."""
+    out_features, in_features = weight.shape
+    width = out_features // shards
+    tile = column_tile(width)
+    tiles = -(-width // tile)
+    data = np.zeros((n_leaves, shards * tiles, in_features // n_leaves, tile), np.float32)
+    by_leaf = weight.reshape(shards, width, n_leaves, in_features // n_leaves)
+    for t in range(tiles):
+        columns = by_leaf[:, t * tile : (t + 1) * tile]
+        data[:, t::tiles, :, : columns.shape[1]] = columns.transpose(2, 0, 3, 1)
+    return TiledWeight(data, shards, width, row_cut)
+
+
+def row_tiles(x: np.ndarray) -> np.ndarray:
+    """[T, K] to [ceil(T / ROW_TILE), ROW_TILE, K], the last tile padded with zero rows."""
+    tiles = -(-x.shape[0] // ROW_TILE)
+    if tiles * ROW_TILE == x.shape[0]:
+        return np.ascontiguousarray(x).reshape(tiles, ROW_TILE, x.shape[1])
+    padded = np.zeros((tiles * ROW_TILE, x.shape[1]), np.float32)
+    padded[: x.shape[0]] = x
+    return padded.reshape(tiles, ROW_TILE, x.shape[1])
+
+
+def tree_sum(partials: np.ndarray) -> np.ndarray:
+    """[leaves, ...] to [...], added pairwise in the one order of R2. leaves is a power of two."""
+    while partials.shape[0] > 1:
+        partials = partials[0::2] + partials[1::2]
+    return partials[0]
+
+
+_THREADS = threading.local()
+_POOL: ThreadPoolExecutor | None = None
+
+
+def run_parts(parts: list) -> None:
+    """Run callables that write disjoint results on WORKERS threads; a nested call runs in place."""
+    global _POOL
+    if getattr(_THREADS, "busy", False):
+        for part in parts:
+            part()
+        return
+
+    def marked(part) -> None:
+        _THREADS.busy = True
+        try:
+            part()
+        finally:
+            _THREADS.busy = False
+
+    if _POOL is None:
+        _POOL = ThreadPoolExecutor(WORKERS - 1, thread_name_prefix="matmul")
+    others = [_POOL.submit(marked, part) for part in parts[1:]]
+    marked(parts[0])
+    for other in others:
+        other.result()
+
+
+def matmul(a: np.ndarray, b: np.ndarray, split: int = 0) -> np.ndarray:
+    """np.matmul of stacks of equal-shaped products; large stacks are shared among threads.
+
+    `split` is the axis of the broadcast stack to cut. BLAS itself is kept to one thread: its own
+    threading would make bits depend on the number of cores.
+    """
+    stack = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    flops = 2.0 * math.prod(stack) * a.shape[-2] * a.shape[-1] * b.shape[-1]
+    alone = flops < PARALLEL_FLOPS or getattr(_THREADS, "busy", False)
+    if alone or not stack or stack[split] < WORKERS:
+        return np.matmul(a, b)
+    out = np.empty((*stack, a.shape[-2], b.shape[-1]), np.float32)
+    cuts = np.linspace(0, stack[split], WORKERS + 1).astype(int)
+
+    def part(i: int) -> None:
+        def cut(m: np.ndarray) -> np.ndarray:
+            axis = split - len(stack) + m.ndim - 2
+            if axis < 0 or m.shape[axis] == 1:
+                return m
+            return m[(slice(None),) * axis + (slice(cuts[i], cuts[i + 1]),)]
+
+        target = out[(slice(None),) * split + (slice(cuts[i], cuts[i + 1]),)]
+        np.matmul(cut(a), cut(b), out=target)
+
+    run_parts([lambda i=i: part(i) for i in range(WORKERS)])
+    return out
+
+
+# ---- attention over leaves ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SequenceRows:
+    """What attention needs to know of one sequence in a batch.
+
+    rows        slice of the batch
+    pages       int32 [committed leaves]   pages that lie wholly below the committed length
+    tail_first  absolute position of the first slot of the gathered tail
+    tail        int32 [rows, tail leaves * leaf]  per row and slot: an index into
+                (page under the tail, rows of the batch, one zero row)
+    tail_page   page that holds the committed part of the tail, or -1
+    visible     bool [rows, tail leaves, 1, leaf]  slot <= the row's own position
+    """
+
+    rows: slice
+    pages: np.ndarray
+    tail_first: int
+    tail: np.ndarray
+    tail_page: int
+    visible: np.ndarray
+
+
+def plan_attention(
+    positions: np.ndarray,
+    sequence: np.ndarray,
+    parent: np.ndarray,
+    lengths: np.ndarray,
+    tables: list[np.ndarray],
+    leaf: int,
+) -> list[SequenceRows]:
+    """Which cache entry or batch row stands in every slot that a row attends to (R3).
+
+    positions  int32 [T] absolute;  sequence int32 [T], rows of one sequence adjacent
+    parent     int32 [T] row of the parent in the batch or -1;  a parent precedes its children
+    lengths    int32 [B] committed length;  tables: B arrays of page numbers
+    A node's ancestors are put into the slots of their positions, so that a row reads the same keys
+    in the same slots as if its path had been decoded one token at a time.
+    """
+    plans = []
+    borders = np.flatnonzero(np.diff(sequence)) + 1
+    starts = [0, *borders.tolist(), len(sequence)]
+    for begin, end in zip(starts[:-1], starts[1:], strict=True):
+        seq = int(sequence[begin])
+        length, table = int(lengths[seq]), tables[seq]
+        first = length // leaf
+        n_rows = end - begin
+        tail_leaves = int(positions[begin:end].max()) // leaf - first + 1
+        zero = leaf + len(positions)
+        tail = np.full((n_rows, tail_leaves * leaf), zero, np.int32)
+        committed = length - first * leaf
+        slots = np.arange(begin, end) + leaf
+        for i in range(n_rows):
+            above = int(parent[begin + i])
+            if above >= 0:
+                tail[i] = tail[above - begin]
+            else:
+                tail[i, :committed] = np.arange(committed)
+            tail[i, int(positions[begin + i]) - first * leaf] = slots[i]
+        slot_positions = first * leaf + np.arange(tail_leaves * leaf)
+        visible = slot_positions <= positions[begin:end, None]
+        plans.append(
+            SequenceRows(
+                rows=slice(begin, end),
+                pages=np.asarray(table[:first], np.int32),
+                tail_first=first * leaf,
+                tail=tail,
+                tail_page=int(table[first]) if committed else -1,
+                visible=visible.reshape(n_rows, tail_leaves, 1, leaf),
+            )
+        )
+    return plans
+
+
+def fold_leaves(
+    maxima: np.ndarray, sums: np.ndarray, values: np.ndarray, first: int, span: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Fold per-leaf softmax parts in ascending order, inside spans and then over spans (R3).
+
+    maxima  float32 [rows, leaves, heads]      whole numbers (log2) or -inf where no key is visible
+    sums    float32 [rows, leaves, heads]      values  float32 [rows, leaves, heads, width]
+    Every factor is a power of two, so a leaf without visible keys adds an exact zero. Returns the
+    folded (sum, value); `first` is the absolute index of leaf 0.
+    """
+    top = maxima.max(1, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        exponent = np.maximum(maxima - top, -200.0)
+    exponent = np.where(np.isneginf(maxima), -200, exponent)
+    factor = np.ldexp(np.float32(1), np.nan_to_num(exponent).astype(np.int32))
+    factor[exponent < -126] = 0  # flush as the kernels do
+    factor[np.isnan(maxima)] = np.nan
+    total_sum = total_value = None
+    leaf = 0
+    while leaf < maxima.shape[1]:
+        end = min(maxima.shape[1], ((first + leaf) // span + 1) * span - first)
+        span_sum = sums[:, leaf] * factor[:, leaf]
+        span_value = values[:, leaf] * factor[:, leaf, :, None]
+        for i in range(leaf + 1, end):
+            span_sum = span_sum + sums[:, i] * factor[:, i]
+            span_value = span_value + values[:, i] * factor[:, i, :, None]
+        total_sum = span_sum if total_sum is None else total_sum + span_sum
+        total_value = span_value if total_value is None else total_value + span_value
+        leaf = end
+    return total_sum, total_value
+
+
+# ---- the operations ----------------------------------------------------------------------------
+
+
+class ReferenceOps:
+    """The operations on NumPy arrays. Every array is float32 or an integer type, C order.
+
+    activation  "float32" or "bfloat16": the type of the rounding map above
+    comm        joins the leaf sums of several ranks (parallel.Comm); None for one rank
+    """
+
+    name = "cpu"
+    plan_attention = staticmethod(plan_attention)
+
+    def __init__(self, activation: str = "float32", comm=None, unpack: bool = True):
+        self.activation = activation
+        self.comm = comm
+        self.unpack = unpack
+        # Bits must not depend on the number of cores: one BLAS thread, and our own threads around.
+        self._blas_limit = threadpool_limits(1, user_api="blas")
+        self_check()
+
+    def round(self, x: np.ndarray) -> np.ndarray:
+        """Cast to the activation type and back (round to nearest even)."""
+        if self.activation == "float32":
+            return x
+        return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+    def join(self, partials: np.ndarray) -> np.ndarray:
+        """[this rank's leaves, ...] to the whole sum, along the pairwise tree over all ranks."""
+        local = tree_sum(partials)
+        return local if self.comm is None else self.comm.tree_sum(local)
+
+    # -- weights, once at load
+
+    def prepare(self, weight, *, shards: int = 1, row_cut: bool = False) -> TiledWeight:
+        """A dense or INT4 matrix [out, in] for `linear`.
+
+        shards   parts of the output columns (or, with row_cut, of K) that this rank holds
+        row_cut  K is cut in `shards` leaves whose sums are joined pairwise
+        """
+        dense = to_float32(weight)
+        if row_cut:
+            return tile_columns(dense, 1, shards, True)
+        return tile_columns(dense, shards, 1, False)
+
+    def prepare_mlp(self, gate, up, down, n_leaves: int) -> MlpWeight:
+        """Stacks [E, width, hidden], [E, width, hidden], [E, hidden, width], dense or INT4."""
+        hidden = gate.in_features if isinstance(gate, Int4Weight) else gate.shape[2]
+        width = (down.in_features if isinstance(down, Int4Weight) else down.shape[2]) // n_leaves
+        if not self.unpack:
+            return MlpWeight(None, None, n_leaves, width, hidden, packed=(gate, up, down))
+        experts = [
+            tile_mlp(*(to_float32(expert(w, e)) for w in (gate, up, down)), n_leaves)
+            for e in range(n_experts(gate))
+        ]
+        return MlpWeight(
+            np.stack([e[0] for e in experts]),
+            np.stack([e[1] for e in experts]),
+            n_leaves,
+            width,
+            hidden,
+        )
+
+    def prepare_heads(self, kv_b, n_heads: int, nope: int, v: int) -> tuple[np.ndarray, np.ndarray]:
+        """kv_b [H * (nope + v), latent] to absorb_q's [H, nope, latent] and absorb_v's
+        [H, latent, v], so that scores and sums are taken in the latent space."""
+        per_head = to_float32(kv_b).reshape(n_heads, nope + v, -1)
+        key = np.ascontiguousarray(per_head[:, :nope])
+        return key, np.ascontiguousarray(per_head[:, nope:].transpose(0, 2, 1))
+
+    def upload(self, array) -> np.ndarray:
+        """A norm weight, bias or table as the operations read it: float32, C order."""
+        return np.ascontiguousarray(to_float32(array))
+
+    # -- dense
+
+    def embed(self, token_ids: np.ndarray, table: np.ndarray, first_id: int) -> np.ndarray:
+        """int32 [T] -> [T, hidden]; the rank's rows start at `first_id`, others read as zero."""
+        local = token_ids - first_id
+        mine = (local >= 0) & (local < table.shape[0])
+        rows = table[np.where(mine, local, 0)]
+        rows[~mine] = 0
+        return self.round(rows if self.comm is None else self.comm.tree_sum(rows))
+
+    def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+        """x [..., K] -> x / sqrt(mean(x^2) + eps), rounded, times weight [K], rounded."""
+        mean = np.add.reduce(x * x, axis=-1, keepdims=True) * np.float32(1.0 / x.shape[-1])
+        return self.round(self.round(x / np.sqrt(mean + np.float32(eps))) * weight)
+
+    def linear(self, x: np.ndarray, weight: TiledWeight) -> np.ndarray:
+        """x [T, in] times weight [out, in] -> fp32 [T, out], in the leaf order of the table."""
+        tiles = row_tiles(x)
+        n, n_leaves = tiles.shape[0], weight.data.shape[0]
+        if n_leaves == 1:
+            y = matmul(tiles[:, None], weight.data[0][None], split=1)
+        else:
+            cut = tiles.reshape(n, ROW_TILE, n_leaves, -1).transpose(2, 0, 1, 3)
+            cut = np.ascontiguousarray(cut)[:, :, None]
+            y = matmul(cut, weight.data[:, None], split=0)
+        if weight.row_cut:
+            y = self.join(y.reshape(n_leaves, n, *y.shape[-3:]))
+        tile = y.shape[-1]
+        y = y.reshape(n, weight.shards, -1, ROW_TILE, tile).transpose(0, 3, 1, 2, 4)
+        y = y.reshape(n * ROW_TILE, weight.shards, -1)[: x.shape[0], :, : weight.width]
+        return np.ascontiguousarray(y).reshape(x.shape[0], weight.out_features)
+
+    def add(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """The residual: x + round(y), rounded."""
+        return self.round(x + self.round(y))
+
+    def rope_table(self, rope: Rope, dim: int, positions: int) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin, fp32 [positions, dim / 2] (see `rope_frequencies`)."""
+        inverse, amplitude = rope_frequencies(rope, dim)
+        angles = np.arange(positions)[:, None] * inverse
+        return (np.cos(angles) * amplitude).astype(np.float32), (
+            np.sin(angles) * amplitude
+        ).astype(np.float32)
+
+    def rope_halves(self, x, cos, sin, positions) -> np.ndarray:
+        """The drafter's rotation of x [T, H, d]: component i pairs with i + d / 2. Rounded."""
+        half = x.shape[-1] // 2
+        return self.round(_rotate(x[..., :half], x[..., half:], cos, sin, positions))
+
+    def take_rows(self, x: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """x [T, K] at int32 rows [n] -> [n, K]."""
+        return x[rows]
+
+    def join_columns(self, parts: list[np.ndarray]) -> np.ndarray:
+        """[T, K] arrays side by side."""
+        return np.concatenate(parts, 1)
+
+    # -- latent attention
+
+    def latent_query(self, q, key, cos, sin, positions) -> np.ndarray:
+        """q [T, H, nope + rope], key [H, nope, latent] -> [T, H, latent + rope], rounded.
+
+        The nope part is absorbed: its product with a key becomes one with the latent entry. The rope
+        part holds interleaved pairs (x0, x1), (x2, x3) …; it is de-interleaved, then rotated in
+        halves. `latent_entry` does the same to the key, so their product is unchanged.
+        """
+        nope = key.shape[1]
+        pairs = q[..., nope:]
+        rope = _rotate(pairs[..., 0::2], pairs[..., 1::2], cos, sin, positions)
+        return self.round(np.concatenate([_per_head(q[..., :nope], key), rope], -1))
+
+    def latent_entry(self, kv, weight, eps: float, cos, sin, positions) -> np.ndarray:
+        """kv_a's fp32 output [T, latent + rope] -> the cache entry: normed latent, rotated key."""
+        latent = weight.shape[0]
+        pairs = kv[:, latent:]
+        rope = _rotate(pairs[:, 0::2], pairs[:, 1::2], cos, sin, positions)
+        normed = self.rms_norm(np.ascontiguousarray(kv[:, :latent]), weight, eps)
+        return np.concatenate([normed, self.round(rope)], -1)
+
+    def absorb_v(self, o: np.ndarray, value: np.ndarray) -> np.ndarray:
+        """o [T, H, latent] times value [H, latent, v] -> rounded [T, H, v]."""
+        return self.round(_per_head(o, value))
+
+    def latent_attention(self, q, pages, fresh, plan, scale: float, latent: int, span: int):
+        """Absorbed MLA over leaves -> rounded [T, H, latent].
+
+        q      [T, H, latent + rope]           pages  [n_pages, leaf, latent + rope] of this layer
+        fresh  [T, latent + rope]              keys of the rows of this batch
+        plan   from `plan_attention`           scale  of the scores; span: leaves per span (R3)
+        """
+        n_rows, n_heads, _ = q.shape
+        head_tiles = -(-n_heads // HEAD_TILE)
+        padded = np.zeros((n_rows, head_tiles * HEAD_TILE, q.shape[2]), np.float32)
+        padded[:, :n_heads] = q
+        padded = padded.reshape(n_rows, 1, head_tiles, HEAD_TILE, -1)
+        out = np.empty((n_rows, n_heads, latent), np.float32)
+        zero = np.zeros((1, fresh.shape[1]), np.float32)
+        factor = np.float32(scale) * LOG2E
+        leaf = pages.shape[1]
+        for s in plan:
+            below = pages[s.tail_page] if s.tail_page >= 0 else np.zeros_like(pages[0])
+            tail = np.concatenate([below, fresh, zero])[s.tail]
+            tail = tail.reshape(len(tail), -1, 1, leaf, tail.shape[-1])
+            parts = [self._leaf_parts(padded[s.rows], tail, s.visible, factor, latent)]
+            if len(s.pages):
+                keys = _gather_pages(pages, s.pages)[None, :, None]
+                parts.insert(0, self._leaf_parts(padded[s.rows], keys, None, factor, latent))
+            maxima, sums, values = (np.concatenate(p, 1) for p in zip(*parts, strict=True))
+            total, value = fold_leaves(maxima, sums, values, 0, span)
+            out[s.rows] = (value / total[..., None])[:, :n_heads]
+        return self.round(out)
+
+    def _leaf_parts(self, q, keys, visible, factor, latent):
+        """Ceiling of the log2 maximum, sum and P.V of every leaf: [rows, leaves, heads(, latent)].
+
+        q [rows, 1, head tiles, HEAD_TILE, D]; keys [rows or 1, leaves, 1, leaf, D]
+        """
+        scores = matmul(q, keys.swapaxes(-1, -2)) * factor
+        scores = scores.reshape(*scores.shape[:2], -1, scores.shape[-1])
+        maxima, p = self._leaf_softmax(scores, visible)
+        tiled = p.reshape(*p.shape[:2], -1, HEAD_TILE, p.shape[-1])
+        values = matmul(tiled, keys[..., :latent])
+        return maxima, np.add.reduce(p, axis=-1), values.reshape(*p.shape[:3], latent)
+
+    # -- experts
+
+    def route(self, x, router: TiledWeight, bias, top_k: int, normalise: bool, scaling: float):
+        """Sigmoid router -> ids int32 [T, top_k] ascending, weights fp32 [T, top_k].
+
+        The bias chooses, the unbiased scores weigh; ties go to the lower id (R4). The one place
+        where `routed_scaling_factor` is applied. DeepSeek-V3, `DeepseekV3TopkRouter`.
+        """
+        scores = np.float32(1) / (np.float32(1) + np.exp(-self.linear(x, router)))
+        choice = scores + bias
+        choice = np.where(np.isnan(choice), np.float32(-np.inf), choice)
+        order = np.argsort(-choice, axis=1, kind="stable")[:, :top_k]
+        ids = np.sort(order, axis=1)
+        weights = np.take_along_axis(scores, ids, 1)
+        if normalise:
+            total = weights[:, 0].copy()
+            for k in range(1, top_k):
+                total += weights[:, k]
+            weights = weights / (total[:, None] + np.float32(1e-20))
+        return ids.astype(np.int32), weights * np.float32(scaling)
+
+    def silu_mul(self, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+        """SiLU(gate) * up, rounded."""
+        return self.round(gate / (np.float32(1) + np.exp(-gate)) * up)
+
+    def mlp(self, x: np.ndarray, weight: MlpWeight) -> np.ndarray:
+        """A dense gated MLP: x [T, hidden] -> fp32 [T, hidden], leaves joined."""
+        return self.join(self._mlp_leaves(x, weight, 0).swapaxes(0, 1))
+
+    def moe(self, x, ids, weights, experts: MlpWeight, shared: MlpWeight | None) -> np.ndarray:
+        """Routed and shared experts -> fp32 [T, hidden] (R4).
+
+        ids, weights [T, k], ids ascending in a row; an id outside [0, E) adds nothing (filler).
+        Within each leaf: experts by ascending id, weighted, then the shared one; then the tree.
+        """
+        n_rows, top_k = ids.shape
+        parts = np.zeros((top_k, n_rows, experts.leaves, experts.hidden), np.float32)
+        n_experts_ = n_experts(experts.packed[0]) if experts.packed else len(experts.gate_up)
+        chosen = [e for e in np.unique(ids) if 0 <= e < n_experts_]
+
+        def compute(e: int) -> None:
+            rows, slots = np.nonzero(ids == e)
+            parts[slots, rows] = self._mlp_leaves(x[rows], experts, e)
+
+        flops = 6.0 * ROW_TILE * len(chosen) * experts.hidden * experts.width * experts.leaves
+        if flops < PARALLEL_FLOPS or len(chosen) < WORKERS:
+            for e in chosen:
+                compute(e)
+        else:  # experts write disjoint slots, so threads cannot change a bit
+            run_parts([lambda es=chosen[i::WORKERS]: [compute(e) for e in es] for i in range(WORKERS)])
+        total = parts[0] * weights[:, 0, None, None]
+        for k in range(1, top_k):
+            total += parts[k] * weights[:, k, None, None]
+        if shared is not None:
+            total += self._mlp_leaves(x, shared, 0)
+        return self.join(total.swapaxes(0, 1))
+
+    def _mlp_leaves(self, x: np.ndarray, weight: MlpWeight, e: int) -> np.ndarray:
+        """One expert's unjoined leaf sums: x [rows, hidden] -> fp32 [rows, leaves, hidden]."""
+        gate_up, down = mlp_tiles(weight, e)
+        tiles = row_tiles(x)
+        n, n_leaves = tiles.shape[0], weight.leaves
+        both = matmul(tiles[:, None, None], gate_up[None], split=1)
+        half = both.shape[-1] // 2
+        h = self.silu_mul(both[..., :half], both[..., half:])  # [n, S, tiles, ROW_TILE, tile]
+        h = h.swapaxes(2, 3).reshape(n, n_leaves, 1, ROW_TILE, -1)[..., : weight.width]
+        y = matmul(np.ascontiguousarray(h), down[None], split=1)
+        y = y.transpose(0, 3, 1, 2, 4).reshape(n * ROW_TILE, n_leaves, -1)
+        return y[: len(x), :, : weight.hidden]
+
+    # -- tokens
+
+    def head(self, x: np.ndarray, weight: TiledWeight, vocab_size: int) -> np.ndarray:
+        """fp32 logits [T, V]: each rank's columns, gathered; the padding of the last is cut off."""
+        logits = self.linear(x, weight)
+        if self.comm is not None:
+            logits = self.comm.gather_columns(logits)
+        return logits[:, :vocab_size]
+
+    # -- the drafter
+
+    def block_attention(self, q, kv, pages, tables, lengths, window: int, scale: float, span: int):
+        """Drafter attention: every block over its context and itself, non-causal -> rounded.
+
+        q        [B * n, H, d]      rows of B blocks; row i of a block stands at position length + i
+        kv       [B * n, 2, KV, d]  the blocks' own keys and values
+        pages    [n_pages, leaf, 2, KV, d] of this layer;  tables: B lists of pages
+        lengths  int [B] context entries;  window: a key is visible while query - key < window
+                 (0: always); within its block a query sees every key
+        """
+        n_blocks = len(lengths)
+        n, (n_heads, d) = len(q) // n_blocks, q.shape[1:]
+        kv_heads, group, leaf = kv.shape[2], n_heads // kv.shape[2], pages.shape[1]
+        out = np.empty_like(q)
+        for b, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+            rows, length = slice(b * n, (b + 1) * n), int(length)
+            # Rows of one key/value head: n positions x group query heads, always the same shape.
+            queries = q[rows].reshape(n, kv_heads, group, d).transpose(1, 0, 2, 3)
+            queries = np.ascontiguousarray(queries).reshape(kv_heads, 1, n * group, d)
+            first, parts = 0, []
+            if length:
+                first = max(0, length - window + 1) // leaf if window else 0
+                positions = np.arange(first * leaf, -(-length // leaf) * leaf)
+                context = pages[np.asarray(table[first : -(-length // leaf)])]
+                context[-1, (length - 1) % leaf + 1 :] = 0  # slots past the end load as zero
+                at = length + np.repeat(np.arange(n), group)[:, None]
+                visible = np.broadcast_to(positions < length, (n * group, len(positions)))
+                if window:
+                    visible = visible & (at - positions < window)
+                visible = visible.reshape(n * group, -1, leaf).swapaxes(0, 1)
+                parts.append(self._block_parts(queries, context, visible, scale))
+            parts.append(self._block_parts(queries, kv[None, rows], None, scale))
+            maxima, sums, values = (np.concatenate(p, 1) for p in zip(*parts, strict=True))
+            total, value = fold_leaves(maxima, sums, values, first, span)
+            o = (value / total[..., None]).reshape(kv_heads, n, group, d).transpose(1, 0, 2, 3)
+            out[rows] = o.reshape(n, n_heads, d)
+        return self.round(out)
+
+    def _block_parts(self, q, kv, visible, scale: float):
+        """Softmax parts of leaves [leaves, leaf, 2, KV, d] for q [KV, 1, rows, d].
+
+        Returns maxima and sums [KV, leaves, rows] and values [KV, leaves, rows, d].
+        """
+        keys, values = (np.ascontiguousarray(kv[:, :, i].transpose(2, 0, 1, 3)) for i in (0, 1))
+        scores = matmul(q, keys.swapaxes(-1, -2)) * (np.float32(scale) * LOG2E)
+        maxima, p = self._leaf_softmax(scores, visible)
+        return maxima, np.add.reduce(p, axis=-1), matmul(p, values)
+
+    def _leaf_softmax(self, scores, visible):
+        """(ceiling of the log2 maximum, rounded 2^(score - maximum)) over the last axis."""
+        if visible is not None:
+            scores = np.where(visible, scores, np.float32(-np.inf))
+        maxima = np.ceil(scores.max(-1))
+        base = np.where(np.isneginf(maxima), np.float32(0), maxima)  # no visible key: p = 0
+        return maxima, self.round(np.exp2(scores - base[..., None]))
+
+    def top_log_probs(self, logits, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """The k most likely tokens of each row: ids int32, log-probabilities fp32, [T, k].
+
+        Ordered by logit descending, then id ascending. NaN sorts last with log-probability -inf.
+        """
+        safe = np.where(np.isnan(logits), np.float32(-np.inf), logits)
+        k = min(k, safe.shape[1])
+        top = np.argpartition(-safe, k - 1, axis=1)[:, :k] if k < safe.shape[1] else None
+        if top is None:
+            ids = np.argsort(-safe, axis=1, kind="stable")
+        else:
+            ids = _ordered_top(safe, top, k)
+        best = safe.max(1, keepdims=True)
+        best = np.where(np.isneginf(best), np.float32(0), best)
+        total = best + np.log(np.add.reduce(np.exp(safe - best), axis=1, keepdims=True))
+        return ids.astype(np.int32), np.take_along_axis(safe, ids, 1) - total
+
+
+# ---- helpers of the operations -----------------------------------------------------------------
+
+
+def n_experts(weight) -> int:
+    return len(weight.packed) if isinstance(weight, Int4Weight) else len(weight)
+
+
+def expert(weight, e: int):
+    """Matrix e of a stack, dense or INT4, without a copy."""
+    if isinstance(weight, Int4Weight):
+        return Int4Weight(weight.packed[e], weight.scales[e])
+    return weight[e]
+
+
+def tile_mlp(gate, up, down, n_leaves: int) -> tuple[np.ndarray, np.ndarray]:
+    """One expert, float32 [width, hidden] x 2 and [hidden, width], in the tiles of `MlpWeight`."""
+    width, hidden = gate.shape[0] // n_leaves, gate.shape[1]
+    tile = min(64, -(-width // 8) * 8)
+    tiles = -(-width // tile)
+    gate_up = np.zeros((n_leaves, tiles, hidden, 2 * tile), np.float32)
+    for t in range(tiles):
+        for half, w in enumerate((gate, up)):
+            columns = w.reshape(n_leaves, width, hidden)[:, t * tile : (t + 1) * tile]
+            begin = half * tile
+            gate_up[:, t, :, begin : begin + columns.shape[1]] = columns.swapaxes(1, 2)
+    return gate_up, tile_columns(down, 1, n_leaves, True).data
+
+
+def mlp_tiles(weight: MlpWeight, e: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tiles of expert e: stored, or made now from the packed weights (same values, same bits)."""
+    if weight.packed is None:
+        return weight.gate_up[e], weight.down[e]
+    return tile_mlp(*(to_float32(expert(w, e)) for w in weight.packed), weight.leaves)
+
+
+def _per_head(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """x [T, H, a] times weight [H, a, b] -> [T, H, b], in row tiles."""
+    n_rows, n_heads, a = x.shape
+    tiles = row_tiles(x.reshape(n_rows, n_heads * a))
+    tiles = tiles.reshape(-1, ROW_TILE, n_heads, a).transpose(0, 2, 1, 3)
+    y = matmul(np.ascontiguousarray(tiles), weight[None], split=1)
+    return np.ascontiguousarray(y.transpose(0, 2, 1, 3)).reshape(-1, n_heads, y.shape[-1])[:n_rows]
+
+
+def _rotate(a, b, cos, sin, positions) -> np.ndarray:
+    shape = (len(positions),) + (1,) * (a.ndim - 2) + (a.shape[-1],)
+    c, s = cos[positions].reshape(shape), sin[positions].reshape(shape)
+    return np.concatenate([a * c - b * s, b * c + a * s], -1)
+
+
+def _ordered_top(values: np.ndarray, some: np.ndarray, k: int) -> np.ndarray:
+    """The k largest of each row by (value descending, id ascending); `some` holds k of the largest,
+    in any order and with any choice among equals at the border."""
+    border = np.take_along_axis(values, some, 1).min(1)
+    ids = np.empty((len(values), k), np.int64)
+    for row, (line, least) in enumerate(zip(values, border, strict=True)):
+        candidates = np.flatnonzero(line >= least)
+        ids[row] = candidates[np.argsort(-line[candidates], kind="stable")[:k]]
+    return ids
+
+
+def _gather_pages(pages: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """pages[table], without a copy when the pages lie in a row."""
+    first, n = int(table[0]), len(table)
+    if n == 1 or (np.diff(table) == 1).all():
+        return pages[first : first + n]
+    return pages[table]
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's logarithmic magnitude correction (DeepSeek-V3, `yarn_get_mscale`)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def softmax_scale(rope: Rope, head_dim: int) -> float:
+    """1 / sqrt(nope + rope), times the square of YaRN's correction by `mscale_all_dim`."""
+    scale = head_dim**-0.5
+    if rope.type != "default" and rope.mscale_all_dim:
+        scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
+    return scale
+
+
+def rope_frequencies(rope: Rope, dim: int) -> tuple[np.ndarray, float]:
+    """Inverse frequencies float64 [dim / 2] and the amplitude of cos and sin.
+
+    YaRN (arXiv 2309.00071): dimensions that turn more than beta_fast times within the original
+    length keep their frequency, those below beta_slow are stretched by `factor`, a linear ramp
+    between. Amplitude: `deepseek_yarn` takes the ratio of the two mscales, `yarn` the plain
+    correction of the factor.
+    """
+    inverse = rope.theta ** (-np.arange(0, dim, 2) / dim)
+    if rope.type == "default":
+        return inverse, 1.0
+
+    def pair_index(turns: float) -> float:
+        length = rope.original_max_position_embeddings
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(pair_index(rope.beta_fast)), 0)
+    high = min(math.ceil(pair_index(rope.beta_slow)), dim - 1)
+    ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+    blended = inverse / rope.factor * ramp + inverse * (1 - ramp)
+    if rope.type == "yarn":
+        return blended, yarn_mscale(rope.factor, 1.0)
+    return blended, yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(
+        rope.factor, rope.mscale_all_dim
+    )
+
+
+def self_check() -> None:
+    """Prove that this BLAS keeps a row's bits wherever it stands in a tile (R1 rests on it).
+
+    Raises UserError naming the shape if it does not: no exact CPU decoding on such a library.
+    """
+    rng = np.random.default_rng(0)
+    for k, columns in ((32, 64), (160, 64), (384, 64), (192, 96), (64, 16)):
+        weight = rng.standard_normal((k, columns), dtype=np.float32)
+        x = rng.standard_normal((ROW_TILE, k), dtype=np.float32)
+        y = x @ weight
+        for shift in range(1, ROW_TILE):
+            moved = np.roll(x, shift, 0)
+            moved[: shift // 2] = np.nan  # a neighbour must not reach a row either
+            z = np.roll(moved @ weight, -shift, 0)
+            keep = np.roll(np.arange(ROW_TILE) >= shift // 2, -shift)
+            if not np.array_equal(z[keep].view(np.int32), y[keep].view(np.int32)):
+                raise UserError(
+                    f"NumPy's BLAS: a row of a [{ROW_TILE}, {k}] x [{k}, {columns}] product changes "
+                    "with its place, so exact decoding is not possible with it; install a NumPy "
+                    "built on OpenBLAS"
+                )
+

@@ -1,0 +1,200 @@
+"""Draft trees and their verification: plain decoding is a tree of one node, a chain a tree without
+branches, and nothing but the speed depends on which is used.
+
+A tree's rows go through the target with their ancestors in the slots of their positions (R3), so
+every node's logits are those of plain decoding along its path. The walk follows the target's own
+tokens from the root while they are in the tree; the first token off the tree is the next root.
+Source of the tree: DDTree, best-first by path probability over a block drafter's distributions.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+import sampling
+from model import Batch
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Nodes of one sequence, parents before children; node 0 is the root.
+
+    token_ids int32 [N];  parent int32 [N], -1 for the root;  depth int32 [N]
+    score     float32 [N]  log-probability of the path, 0 at the root
+    """
+
+    token_ids: np.ndarray
+    parent: np.ndarray
+    depth: np.ndarray
+    score: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """rows: accepted nodes from the root on, tree indices;  tokens: emitted, the last is the bonus."""
+
+    rows: list[int]
+    tokens: list[int]
+
+
+def build_tree(root: int, ids: np.ndarray, log_probs: np.ndarray, budget: int) -> Tree:
+    """The `budget` most probable nodes, root included, over independent positions.
+
+    ids, log_probs  [positions, k]  candidates of each depth, most probable first, ids distinct
+    Best-first: higher score, then smaller depth, then the parent's order, then the lower id (R4).
+    Where the budget holds the whole most-probable path, that path is in the tree first: a step then
+    accepts no less than the chain would. Candidates of probability zero (-inf) and NaN are left out.
+    """
+    depth_limit, width = ids.shape
+    tokens, parents, depths, scores = [int(root)], [-1], [0], [np.float32(0)]
+    taken: set[tuple[int, int]] = set()  # (parent node, rank of the candidate)
+    heap: list[tuple] = []
+
+    def offer(parent: int, rank: int) -> None:
+        depth = depths[parent]
+        if depth == depth_limit or rank == width:
+            return
+        log_prob = np.float32(log_probs[depth, rank])
+        if log_prob > -np.inf:
+            score = np.float32(scores[parent] + log_prob)
+            token = int(ids[depth, rank])
+            heapq.heappush(heap, (-score, depth + 1, parent, token, rank))
+
+    def add(parent: int, rank: int, score: np.float32) -> int:
+        taken.add((parent, rank))
+        tokens.append(int(ids[depths[parent], rank]))
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+        scores.append(score)
+        return len(tokens) - 1
+
+    if budget > depth_limit:
+        node = 0
+        while node < depth_limit and log_probs[node, 0] > -np.inf:
+            node = add(node, 0, np.float32(scores[node] + np.float32(log_probs[node, 0])))
+    for node in range(len(tokens)):
+        # A node's candidates enter one at a time, each bringing its next sibling: enough for
+        # best-first, because ranks are in order of probability.
+        offer(node, 1 if (node, 0) in taken else 0)
+    while heap and len(tokens) < budget:
+        negative, _, parent, _, rank = heapq.heappop(heap)
+        offer(parent, rank + 1)
+        node = add(parent, rank, np.float32(-negative))
+        offer(node, 0)
+    return Tree(
+        np.array(tokens, np.int32),
+        np.array(parents, np.int32),
+        np.array(depths, np.int32),
+        np.array(scores, np.float32),
+    )
+
+
+def chain(root: int, ids: np.ndarray, log_probs: np.ndarray) -> Tree:
+    """The most probable token of every position in a line."""
+    return build_tree(root, ids[:, :1], log_probs[:, :1], len(ids) + 1)
+
+
+def single(root: int) -> Tree:
+    """Plain autoregressive decoding."""
+    zero = np.zeros(1, np.int32)
+    return Tree(np.array([root], np.int32), zero - 1, zero, np.zeros(1, np.float32))
+
+
+def tree_rows(tree: Tree, slot: int, length: int, first_row: int) -> Batch:
+    """The tree as rows of a forward; the root stands at position `length`."""
+    return Batch(
+        token_ids=tree.token_ids,
+        positions=(length + tree.depth).astype(np.int32),
+        sequence=np.full(len(tree), slot, np.int32),
+        parent=np.where(tree.parent < 0, -1, tree.parent + first_row).astype(np.int32),
+    )
+
+
+def prompt_rows(token_ids, slot: int, length: int, first_row: int) -> Batch:
+    """A piece of a prompt as rows: a line of nodes that will all be accepted."""
+    n = len(token_ids)
+    parent = np.arange(first_row - 1, first_row + n - 1, dtype=np.int32)
+    parent[0] = -1
+    positions = np.arange(length, length + n, dtype=np.int32)
+    return Batch(np.asarray(token_ids, np.int32), positions, np.full(n, slot, np.int32), parent)
+
+
+def concatenate(parts: list[Batch]) -> Batch:
+    """Rows of several sequences in one batch."""
+    fields = zip(*((p.token_ids, p.positions, p.sequence, p.parent) for p in parts), strict=True)
+    return Batch(*(np.concatenate(field) for field in fields))
+
+
+def path_of(tree: Tree, node: int) -> list[int]:
+    """Tokens from the root's first child down to `node`, the root left out."""
+    tokens = []
+    while node > 0:
+        tokens.append(int(tree.token_ids[node]))
+        node = int(tree.parent[node])
+    return tokens[::-1]
+
+
+def walk(tree: Tree, choices: np.ndarray) -> Walk:
+    """Follow the target's own tokens (`choices`, one a node) from the root while they are children.
+
+    A choice of -1 (NaN logits) ends the walk with that -1 as the last token.
+    """
+    children = {
+        (int(p), int(t)): i
+        for i, (p, t) in enumerate(zip(tree.parent, tree.token_ids, strict=True))
+        if p >= 0
+    }
+    rows, tokens = [0], [int(choices[0])]
+    while (child := children.get((rows[-1], tokens[-1]))) is not None:
+        rows.append(child)
+        tokens.append(int(choices[child]))
+    return Walk(rows, tokens)
+
+
+class Speculator:
+    """Proposes one tree per sequence: `mode` "ar", "chain" or "tree" with a node budget.
+
+    The draft of a sampled token uses the very noise that will pick the target's token (R6 makes it
+    a function of seed, position and id), so drafter and target tend to draw the same token even
+    where the distribution is flat. That raises acceptance and cannot change the text.
+    """
+
+    def __init__(self, drafter, ops, mode: str, budget: int):
+        self.drafter, self.ops, self.mode, self.budget = drafter, ops, mode, budget
+
+    def propose(self, roots, slots, params, limits, cache) -> list[Tree]:
+        """One tree per sequence. roots, slots: B each; params: B SamplingParams;
+        limits: B, the largest depth worth drafting (tokens that may still be emitted, less one)."""
+        drafting = [i for i in range(len(roots)) if self.mode != "ar" and limits[i] > 0]
+        trees = [single(root) for root in roots]
+        if not drafting:
+            return trees
+        logits = self.drafter.draft(
+            np.asarray([roots[i] for i in drafting], np.int32),
+            np.asarray([slots[i] for i in drafting]),
+            cache,
+        )
+        lengths = cache.lengths[[slots[i] for i in drafting]]
+        for row, i, length in zip(logits, drafting, lengths, strict=True):
+            depth = min(len(row), limits[i])
+            ids, log_probs = self.candidates(row[:depth], int(length) + 1, params[i])
+            if self.mode == "chain":
+                trees[i] = chain(roots[i], ids, log_probs)
+            else:
+                trees[i] = build_tree(roots[i], ids, log_probs, self.budget)
+        return trees
+
+    def candidates(self, logits, first_position: int, params) -> tuple[np.ndarray, np.ndarray]:
+        """Draft logits [D, V] of the tokens at `first_position` … -> ids and log-probabilities."""
+        width = 1 if self.mode == "chain" else self.budget
+        if not params.greedy:
+            positions = range(first_position, first_position + len(logits))
+            noise = [sampling.gumbel(params.seed, p, logits.shape[1]) for p in positions]
+            logits = logits / np.float32(params.temperature) + np.stack(noise)
+        return self.ops.top_log_probs(logits, width)
