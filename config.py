@@ -277,9 +277,7 @@ class Decode:
     top_k: int = _key(_integer(-1), 0)  # 0 and -1: off
     seed: int | None = _key(_optional(_integer(0, 2**64 - 1)), None)  # None: a fresh one, reported
     prefill_chunk: int = _key(_integer(1), 256)  # positions
-    leaf: int = _key(
-        _power_of_two(16, 4096), 64
-    )  # positions of an attention leaf, and of a cache page
+    leaf: int = _key(_power_of_two(16, 4096), 64)  # positions of an attention leaf, a cache page
     span: int = _key(_integer(1), 4)  # leaves folded into one span
 
 
