@@ -254,7 +254,6 @@ class TensorParallel:
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
     activation: str = _key(_choice("float32", "bfloat16"), "float32")
-    linear: str = _key(_choice("tiled", "untiled"), "tiled")  # untiled breaks R1: to compare speed
 
 
 @dataclass(frozen=True, kw_only=True)

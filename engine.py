@@ -101,6 +101,18 @@ class Sequence:
     def emitted(self) -> list[int]:
         return self.tokens[len(self.prompt) :]
 
+    def read(self, ids: list[int]) -> str:
+        """Text that these ids complete and no stop string can still claim."""
+        if self.decoder is None:
+            return ""
+        text = self.decoder.feed(ids)
+        return text if len(self.emitted) < self.params.min_tokens else self.scanner.feed(text)
+
+    def read_rest(self) -> str:
+        """What the end of the text sets free."""
+        rest = self.decoder.flush() if self.decoder else ""
+        return self.scanner.feed(rest) + self.scanner.flush()
+
     @property
     def to_prefill(self) -> int:
         """Tokens that have to be in the cache before decoding: all but the root."""
@@ -139,7 +151,11 @@ class Engine:
                 source=str(draft_checkpoint.directory / "config.json"),
             )
         self.settings = settings = config.validate(settings, self.dims, draft_dims)
-        self.tokenizer = Tokenizer(settings.model.path, self.dims.vocab_size)
+        # A checkpoint without a vocabulary still decodes ids; one with a broken vocabulary does not.
+        vocabulary = checkpoint.directory / "tiktoken.model"
+        self.tokenizer = None
+        if vocabulary.exists():
+            self.tokenizer = Tokenizer(checkpoint.directory, self.dims.vocab_size)
         self.eos_ids = loader.generation_stop_ids(checkpoint)
         plan = loader.plan_target(checkpoint, self.dims)
         draft_plan = draft_checkpoint and loader.plan_drafter(
@@ -332,33 +348,31 @@ class Engine:
         """Add a step's tokens to the text, up to whatever ends it; returns how many are kept."""
         if not sequence.first_token:
             sequence.first_token = time.perf_counter()
-        if tokens[-1] == sampling.NO_TOKEN:
-            tokens = tokens[:-1]
-            failed = True
-        else:
-            failed = False
-        finish = sequence.rule.finish(tokens, len(sequence.emitted))
-        kept = tokens[: finish.keep]
-        sequence.tokens += kept
-        if sequence.params.needs_path:
-            for token in kept:
+        failed = tokens[-1] == sampling.NO_TOKEN
+        finish = sequence.rule.finish(tokens[:-1] if failed else tokens, len(sequence.emitted))
+        reason = "error" if failed and finish.reason is None else finish.reason
+        kept, piece = 0, ""
+        for token in tokens[: finish.keep]:
+            # One at a time: a stop string ends the text at the token that completes it, as it would
+            # if each token came in a step of its own.
+            kept += 1
+            sequence.tokens.append(token)
+            if sequence.params.needs_path:
                 sequence.path = sequence.path.then(token)
+            piece += sequence.read([token])
+            if sequence.scanner.matched is not None:
+                reason = "stop"
+                break
         if sequence.keep_logits:
-            sequence.logits += [logits[r].copy() for r in logit_rows[: len(kept)]]
-        reason = finish.reason
-        if reason is None and failed:
-            reason = "error"
+            sequence.logits += [logits[r].copy() for r in logit_rows[:kept]]
+        if reason is not None:
+            piece += sequence.read_rest()
+        if reason == "error":
             sequence.error = "the model's logits are not finite; this request was ended"
-        piece = sequence.scanner.feed(sequence.decoder.feed(kept))
-        if reason and sequence.scanner.matched is None:
-            piece += sequence.scanner.feed(sequence.decoder.flush())
-            piece += sequence.scanner.flush()
-        if sequence.scanner.matched is not None:
-            reason = "stop"
         if piece:
             sequence.pieces.append(piece)
         sequence.finish_reason = reason
-        return len(kept)
+        return kept
 
     def retire(self, sequence: Sequence) -> None:
         """Give back what an ended sequence held."""
@@ -381,7 +395,7 @@ class Engine:
         """Check a request and put it in line. Raises UserError; then nothing has changed."""
         params = params or default_params(self.settings)
         params.validate(self.dims.vocab_size)
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise UserError("prompt: expected at least one token, got none; give some text")
         for token in ids:
@@ -408,12 +422,21 @@ class Engine:
             tokens=list(ids),
             path=sampling.Path.start(ids, rule.stop_ids),
             keep_logits=keep_logits,
-            decoder=IncrementalDecoder(self.tokenizer),
+            decoder=IncrementalDecoder(self.tokenizer) if self.tokenizer else None,
             scanner=StopScanner(params.stop),
             submitted=time.perf_counter(),
         )
         self.waiting.append(sequence)
         return sequence
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text; control strings in it are text like any other."""
+        if self.tokenizer is None:
+            raise UserError(
+                f"{self.settings.model.path}: has no tiktoken.model, so text cannot be read; give "
+                "prompts as token ids"
+            )
+        return self.tokenizer.encode(text)
 
     def generate(self, prompts: Iterable, params=None, **options) -> list[Result]:
         """Decode prompts (texts or id lists) together; results in the order of the prompts."""

@@ -160,6 +160,16 @@ class MlpWeight:
     hidden: int
     packed: tuple | None = None
 
+    @property
+    def n_experts(self) -> int:
+        return n_experts(self.packed[0]) if self.packed else len(self.gate_up)
+
+    def tiles(self, e: int) -> tuple[np.ndarray, np.ndarray]:
+        """Expert e's tiles: stored, or made now from the packed weights (same values and bits)."""
+        if self.packed is None:
+            return self.gate_up[e], self.down[e]
+        return tile_mlp(*(to_float32(expert(w, e)) for w in self.packed), self.leaves)
+
 
 def tile_columns(weight: np.ndarray, shards: int, n_leaves: int, row_cut: bool) -> TiledWeight:
     """[out, in] float32 to a `TiledWeight`; `shards` cuts the columns, `n_leaves` the sum over K."""
@@ -196,10 +206,15 @@ _THREADS = threading.local()
 _POOL: ThreadPoolExecutor | None = None
 
 
+def _busy() -> bool:
+    """Whether this thread is already working on a part."""
+    return getattr(_THREADS, "busy", False)
+
+
 def run_parts(parts: list) -> None:
     """Run callables that write disjoint results on WORKERS threads; a nested call runs in place."""
     global _POOL
-    if getattr(_THREADS, "busy", False):
+    if _busy():
         for part in parts:
             part()
         return
@@ -225,10 +240,10 @@ def matmul(a: np.ndarray, b: np.ndarray, split: int = 0) -> np.ndarray:
     `split` is the axis of the broadcast stack to cut. BLAS itself is kept to one thread: its own
     threading would make bits depend on the number of cores.
     """
+    if max(a.size * b.shape[-1], b.size * a.shape[-2]) * 2 < PARALLEL_FLOPS or _busy():
+        return np.matmul(a, b)
     stack = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    flops = 2.0 * math.prod(stack) * a.shape[-2] * a.shape[-1] * b.shape[-1]
-    alone = flops < PARALLEL_FLOPS or getattr(_THREADS, "busy", False)
-    if alone or not stack or stack[split] < WORKERS:
+    if stack[split] < WORKERS:
         return np.matmul(a, b)
     out = np.empty((*stack, a.shape[-2], b.shape[-1]), np.float32)
     cuts = np.linspace(0, stack[split], WORKERS + 1).astype(int)
@@ -579,7 +594,7 @@ class ReferenceOps:
 
     def mlp(self, x: np.ndarray, weight: MlpWeight) -> np.ndarray:
         """A dense gated MLP: x [T, hidden] -> fp32 [T, hidden], leaves joined."""
-        return self.join(self._mlp_leaves(x, weight, 0).swapaxes(0, 1))
+        return self.join(self._dense_leaves(x, weight).swapaxes(0, 1))
 
     def moe(self, x, ids, weights, experts: MlpWeight, shared: MlpWeight | None) -> np.ndarray:
         """Routed and shared experts -> fp32 [T, hidden] (R4).
@@ -588,39 +603,49 @@ class ReferenceOps:
         Within each leaf: experts by ascending id, weighted, then the shared one; then the tree.
         """
         n_rows, top_k = ids.shape
-        parts = np.zeros((top_k, n_rows, experts.leaves, experts.hidden), np.float32)
-        n_experts_ = n_experts(experts.packed[0]) if experts.packed else len(experts.gate_up)
-        chosen = [e for e in np.unique(ids) if 0 <= e < n_experts_]
-
-        def compute(e: int) -> None:
-            rows, slots = np.nonzero(ids == e)
-            parts[slots, rows] = self._mlp_leaves(x[rows], experts, e)
-
-        flops = 6.0 * ROW_TILE * len(chosen) * experts.hidden * experts.width * experts.leaves
-        if flops < PARALLEL_FLOPS or len(chosen) < WORKERS:
-            for e in chosen:
-                compute(e)
-        else:  # experts write disjoint slots, so threads cannot change a bit
-            run_parts([lambda es=chosen[i::WORKERS]: [compute(e) for e in es] for i in range(WORKERS)])
-        total = parts[0] * weights[:, 0, None, None]
+        of_tile, tile_rows, place = group_rows(ids, experts.n_experts)
+        padded = np.concatenate([x, np.zeros((1, x.shape[1]), np.float32)])
+        results = self._mlp_tiles(padded[tile_rows], of_tile, experts)
+        results = np.concatenate([results, np.zeros((1, *results.shape[1:]), np.float32)])
+        parts = results[place[..., 0], place[..., 1]]  # [T, k, leaves, hidden]
+        total = parts[:, 0] * weights[:, 0, None, None]
         for k in range(1, top_k):
-            total += parts[k] * weights[:, k, None, None]
+            total += parts[:, k] * weights[:, k, None, None]
         if shared is not None:
-            total += self._mlp_leaves(x, shared, 0)
+            total += self._dense_leaves(x, shared)
         return self.join(total.swapaxes(0, 1))
 
-    def _mlp_leaves(self, x: np.ndarray, weight: MlpWeight, e: int) -> np.ndarray:
-        """One expert's unjoined leaf sums: x [rows, hidden] -> fp32 [rows, leaves, hidden]."""
-        gate_up, down = mlp_tiles(weight, e)
+    def _dense_leaves(self, x: np.ndarray, weight: MlpWeight) -> np.ndarray:
+        """The one MLP of a stack of one: x [T, hidden] -> unjoined fp32 [T, leaves, hidden]."""
         tiles = row_tiles(x)
-        n, n_leaves = tiles.shape[0], weight.leaves
-        both = matmul(tiles[:, None, None], gate_up[None], split=1)
-        half = both.shape[-1] // 2
-        h = self.silu_mul(both[..., :half], both[..., half:])  # [n, S, tiles, ROW_TILE, tile]
-        h = h.swapaxes(2, 3).reshape(n, n_leaves, 1, ROW_TILE, -1)[..., : weight.width]
-        y = matmul(np.ascontiguousarray(h), down[None], split=1)
-        y = y.transpose(0, 3, 1, 2, 4).reshape(n * ROW_TILE, n_leaves, -1)
-        return y[: len(x), :, : weight.hidden]
+        results = self._mlp_tiles(tiles, [0] * len(tiles), weight)
+        return results.reshape(-1, *results.shape[2:])[: len(x)]
+
+    def _mlp_tiles(self, tiles: np.ndarray, of_tile: list[int], weight: MlpWeight) -> np.ndarray:
+        """Row tiles [P, ROW_TILE, hidden], tile p through expert of_tile[p].
+
+        Returns unjoined leaf sums, fp32 [P, ROW_TILE, leaves, hidden]. Tiles are independent, so
+        two threads may share them.
+        """
+        n = len(tiles)
+        out = np.empty((n, ROW_TILE, weight.leaves, weight.hidden), np.float32)
+
+        def some(mine: range) -> None:
+            for p in mine:
+                gate_up, down = weight.tiles(of_tile[p])
+                both = np.matmul(tiles[p], gate_up)  # [leaves, tiles, ROW_TILE, 2 * tile]
+                half = both.shape[-1] // 2
+                h = self.silu_mul(both[..., :half], both[..., half:]).swapaxes(1, 2)
+                h = h.reshape(weight.leaves, 1, ROW_TILE, -1)[..., : weight.width]
+                y = np.matmul(np.ascontiguousarray(h), down)  # [leaves, tiles, ROW_TILE, tile]
+                y = y.transpose(2, 0, 1, 3).reshape(ROW_TILE, weight.leaves, -1)
+                out[p] = y[:, :, : weight.hidden]
+
+        if n < WORKERS:
+            some(range(n))
+        else:
+            run_parts([lambda i=i: some(range(i, n, WORKERS)) for i in range(WORKERS)])
+        return out
 
     # -- tokens
 
@@ -734,11 +759,38 @@ def tile_mlp(gate, up, down, n_leaves: int) -> tuple[np.ndarray, np.ndarray]:
     return gate_up, tile_columns(down, 1, n_leaves, True).data
 
 
-def mlp_tiles(weight: MlpWeight, e: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tiles of expert e: stored, or made now from the packed weights (same values, same bits)."""
-    if weight.packed is None:
-        return weight.gate_up[e], weight.down[e]
-    return tile_mlp(*(to_float32(expert(w, e)) for w in weight.packed), weight.leaves)
+def group_rows(ids: np.ndarray, n_experts_: int) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Rows by the expert they chose, in row tiles of one expert each.
+
+    ids  int [T, k];  ids outside [0, n_experts_) are filler
+    Returns the expert of each tile [P]; the rows of each tile [P, ROW_TILE], T for an empty place;
+    and for each (row, slot) its (tile, place) [T, k, 2], tile P for filler.
+    """
+    n_rows, top_k = ids.shape
+    flat = ids.ravel()
+    order = np.argsort(flat, kind="stable")
+    of_tile: list[int] = []
+    tile_rows: list[np.ndarray] = []
+    place = np.zeros((n_rows * top_k, 2), np.int64)
+    chosen, begins = np.unique(flat[order], return_index=True)
+    ends = np.append(begins[1:], len(flat))
+    for e, begin, end in zip(chosen.tolist(), begins.tolist(), ends.tolist(), strict=True):
+        pairs = order[begin:end]
+        if not 0 <= e < n_experts_:
+            place[pairs, 0] = -1
+            continue
+        at = np.arange(end - begin)
+        place[pairs, 0] = len(of_tile) + at // ROW_TILE
+        place[pairs, 1] = at % ROW_TILE
+        for first in range(begin, end, ROW_TILE):
+            rows = np.full(ROW_TILE, n_rows, np.int64)
+            some = order[first : min(first + ROW_TILE, end)] // top_k
+            rows[: len(some)] = some
+            of_tile.append(e)
+            tile_rows.append(rows)
+    place[place[:, 0] < 0, 0] = len(of_tile)
+    rows = np.array(tile_rows, np.int64).reshape(-1, ROW_TILE)
+    return of_tile, rows, place.reshape(n_rows, top_k, 2)
 
 
 def _per_head(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
