@@ -1,0 +1,998 @@
+"""Checkpoint directory -> this rank's tensors. The only module that knows file formats.
+
+The way in has three steps, and nothing large is read or allocated before the second has passed:
+
+    open_checkpoint   config files, index, every shard's header, each checked against its file
+    plan_target       every tensor the model needs: its shard, byte range, this rank's part of it
+                      and its destination; all that do not fit are reported together
+    load_target       threads read those parts straight into the arrays
+
+The drafter goes the same way through `plan_drafter` and `load_drafter`.
+
+Every number in a file is a claim to be checked. Files are read with preadv and never mapped: a
+mapped page past the end of a short file reads as junk instead of failing. Nor can a checkpoint make
+the loader read a file elsewhere:
+
+    An index names files without a folder. A link is followed only to a file inside the checkpoint
+    directory or, when that is REPOSITORY/snapshots/REVISION (Hugging Face's cache), directly inside
+    REPOSITORY/blobs. All else is refused unopened, in words that do not tell whether it exists.
+
+INT4 is compressed-tensors' `pack-quantized`: w[o, c] = (nibble - 8) * scale[o, c // group]; column
+c sits in word c // 8 at bits 4 * (c % 8). No zero point, no interleave.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from tqdm import tqdm
+
+import config
+from config import UserError
+from reference import Int4Weight, unpack_int4
+
+__all__ = [
+    "Checkpoint",
+    "DenseMlp",
+    "DrafterLayer",
+    "DrafterWeights",
+    "LayerWeights",
+    "MoeMlp",
+    "Plan",
+    "TargetWeights",
+    "TensorInfo",
+    "generation_stop_ids",
+    "load_drafter",
+    "load_target",
+    "open_checkpoint",
+    "pack_int4",
+    "plan_drafter",
+    "plan_target",
+    "quantise_int4",
+    "unpack_int4",
+]
+
+log = logging.getLogger(__name__)
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = {"F32": np.dtype("<f4"), "BF16": BFLOAT16, "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
+FLOATS = ("F32", "BF16")  # what a dense weight or a scale may be
+# Bytes of every dtype of the format: a shard may also hold vision tensors, which are skipped.
+ITEMSIZE = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64"), 8),
+}
+
+PREFIX = "language_model."
+VISION = ("vision_tower.", "mm_projector.")
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+HEADER_LIMIT = 100_000_000  # bytes, the format's own limit
+JSON_LIMIT = 100_000_000  # bytes; the index of K2.6 has about 25 million
+COUNT_LIMIT = 1 << 48  # a dimension or an offset above this is nonsense
+SHOWN = 8  # names of each kind listed in one error
+READERS = 8  # threads
+CHUNK = 8 << 20  # bytes a thread stages at most: staging is READERS * CHUNK
+
+ONE_RANK = config.TensorParallel()
+
+
+# ---- INT4 ----------------------------------------------------------------------------------------
+
+
+def pack_int4(codes: np.ndarray) -> np.ndarray:
+    """int8 codes -8..7 [..., in] -> int32 words [..., in / 8], first code in the lowest nibble."""
+    low, high = (codes.min(), codes.max()) if codes.size else (0, 0)
+    if codes.shape[-1] % 8 or low < -8 or high > 7:
+        raise UserError(
+            f"pack_int4: expected codes -8..7 in a multiple of 8 columns, got {low}..{high} in"
+            f" {codes.shape[-1]}"
+        )
+    nibbles = (codes + 8).astype(np.uint8)
+    return (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).view("<i4")
+
+
+def quantise_int4(w: np.ndarray, group: int = 32, scale_dtype: Any = BFLOAT16) -> Int4Weight:
+    """float32 [..., out, in] -> INT4 with one scale per `group` columns, float32 or bfloat16.
+
+    scale = absmax / 7.5 uses both ends of the codes' range; the codes are taken from the scale as
+    rounded to `scale_dtype`. A group of zeros has scale 0 and codes 0.
+    """
+    if w.shape[-1] % group or group % 8 or not np.isfinite(w).all():
+        raise UserError(
+            f"quantise_int4: expected finite values in whole groups of {group}, got {w.shape}"
+        )
+    groups = w.astype(np.float32, copy=False).reshape(*w.shape[:-1], -1, group)
+    scales = (np.abs(groups).max(axis=-1) / np.float32(7.5)).astype(scale_dtype)
+    step = scales.astype(np.float32)[..., None]
+    codes = np.rint(groups / np.where(step == 0, np.float32(1), step)).clip(-8, 7)
+    return Int4Weight(packed=pack_int4(codes.astype(np.int8).reshape(w.shape)), scales=scales)
+
+
+# ---- files, JSON ---------------------------------------------------------------------------------
+
+
+def _show(name: object) -> str:
+    """A name from a file, fit for one line of an error."""
+    text = str(name)
+    return text if text.isprintable() and len(text) <= 160 else ascii(text[:160])
+
+
+def _locate(directory: Path, name: str) -> str:
+    """Real path of a checkpoint's file, under the rule in the module's docstring."""
+    root = Path(os.path.realpath(directory))
+    if name and name.isprintable() and name == os.path.basename(name) and name not in (".", ".."):
+        real = Path(os.path.realpath(root / name))
+        if real.is_relative_to(root):
+            return str(real)
+        if root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs":
+            return str(real)
+    raise UserError(
+        f"{directory}: {_show(name)} does not name a file of this directory; a checkpoint's files"
+        " must lie in it, or be links into the blobs folder of the same hub cache"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: Path  # as the user knows it, for errors
+    fd: int
+    size: int
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill `view` with the bytes from `offset` on, all of them."""
+        while len(view):
+            try:
+                got = os.preadv(self.fd, [view], offset)
+            except OSError as error:
+                raise UserError(
+                    f"{self.path}: cannot be read at byte {offset}: {error.strerror}"
+                ) from None
+            if not got:
+                raise UserError(
+                    f"{self.path}: truncated: expected {len(view)} bytes more at byte {offset};"
+                    " the file changed after its header was read, load again"
+                )
+            view, offset = view[got:], offset + got
+
+    def read(self, offset: int, length: int) -> bytearray:
+        data = bytearray(length)
+        self.read_into(memoryview(data), offset)
+        return data
+
+
+@contextmanager
+def _opened(directory: Path, name: str) -> Iterator[_File]:
+    path, real = directory / name, _locate(directory, name)
+    try:
+        # The path has no link left in it; NONBLOCK so that a pipe cannot make us wait.
+        fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be opened: {error.strerror}; is the download complete?"
+        ) from None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise UserError(f"{path}: expected a file, found a folder or a device")
+        yield _File(path, fd, status.st_size)
+    finally:
+        os.close(fd)
+
+
+def _parse_json(raw: bytes | bytearray, source: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise ValueError(f"{_show(twice)} is there twice")
+        return found
+
+    try:
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{source}: not valid JSON: {_show(error)}; download it again") from None
+    if not isinstance(parsed, dict):
+        raise UserError(f"{source}: expected a JSON object, got {type(parsed).__name__}")
+    return parsed
+
+
+def _read_json(directory: Path, name: str) -> dict[str, Any]:
+    with _opened(directory, name) as file:
+        if file.size > JSON_LIMIT:
+            raise UserError(
+                f"{file.path}: {file.size} bytes of JSON, at most {JSON_LIMIT} are allowed"
+            )
+        return _parse_json(file.read(0, file.size), str(file.path))
+
+
+# ---- the directory -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor as a shard's header declares it, its byte range checked against the file."""
+
+    name: str  # as in the file
+    file: str  # shard, in the checkpoint's directory
+    dtype: str  # the format's name: F32, BF16, I32 ...
+    shape: tuple[int, ...]
+    begin: int  # bytes from the start of the file
+    end: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A published checkpoint directory: JSON parsed, shard headers checked, no data read yet."""
+
+    directory: Path
+    config_json: dict[str, Any]
+    generation_config: dict[str, Any]  # {} when the file is absent
+    tensors: dict[str, TensorInfo]  # all of them, by their names in the files
+    text_names: dict[str, TensorInfo]  # no vision; the prefix `language_model.` stripped
+    skipped_vision: int  # tensors that text_names leaves out
+
+
+def open_checkpoint(directory: Path | str) -> Checkpoint:
+    """Read the JSON files and all headers; log how many vision tensors are skipped.
+
+    Raises UserError for a missing or unreadable file, a header that contradicts its file
+    (truncated, overlaps, gaps), a tensor in two shards, an index that contradicts the shards, and a
+    path that leaves the directory.
+    """
+    directory = Path(directory)
+    if not os.path.isdir(directory):
+        raise UserError(
+            f"{directory}: no such directory; expected a checkpoint with config.json and {SINGLE}"
+        )
+    config_json = _read_json(directory, "config.json")
+    generation_config: dict[str, Any] = {}
+    if os.path.lexists(directory / "generation_config.json"):
+        generation_config = _read_json(directory, "generation_config.json")
+    tensors = _read_headers(directory)
+
+    text: dict[str, TensorInfo] = {}
+    skipped = 0
+    for name, tensor in tensors.items():
+        if name.startswith(VISION):
+            skipped += 1
+            continue
+        short = name.removeprefix(PREFIX)
+        if short in text:
+            raise UserError(
+                f"{directory}: {_show(short)} is there twice, with and without the prefix {PREFIX}"
+            )
+        text[short] = tensor
+    if skipped:
+        log.warning(
+            "%s: %d vision tensors skipped, this engine reads text only", directory, skipped
+        )
+    return Checkpoint(directory, config_json, generation_config, tensors, text, skipped)
+
+
+def generation_stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Ids that end a text: `eos_token_id`, one or a list, of generation_config.json.
+
+    Where that has none, of config.json, as Hugging Face does; () if neither has.
+    """
+    outer, directory = checkpoint.config_json, checkpoint.directory
+    vocabulary = config.parse_model(outer, source=str(directory / "config.json")).vocab_size
+    for name, source in (
+        ("generation_config.json", checkpoint.generation_config),
+        ("config.json", outer.get("text_config", outer)),
+        ("config.json", outer),
+    ):
+        found = source.get("eos_token_id")
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if not all(type(token) is int and 0 <= token < vocabulary for token in ids):
+            raise UserError(
+                f"{directory / name}: eos_token_id: expected one id or a list of ids, each in"
+                f" 0..{vocabulary - 1}, got {_show(found)}"
+            )
+        return tuple(dict.fromkeys(ids))
+    return ()
+
+
+def _read_headers(directory: Path) -> dict[str, TensorInfo]:
+    """Every tensor of the directory by name, from the index's shards or the single file."""
+    single, indexed = (os.path.lexists(directory / name) for name in (SINGLE, INDEX))
+    if single == indexed:
+        found = "both are there, remove the one that is not meant" if single else "neither is there"
+        raise UserError(f"{directory}: expected {SINGLE} or {INDEX}, {found}")
+    index = _read_index(directory) if indexed else {}
+    shards = sorted(set(index.values())) if indexed else [SINGLE]
+
+    tensors: dict[str, TensorInfo] = {}
+    with ThreadPoolExecutor(READERS) as pool:
+        for found in pool.map(lambda shard: _read_header(directory, shard), shards):
+            for tensor in found:
+                other = tensors.setdefault(tensor.name, tensor)
+                if other is not tensor:
+                    raise UserError(
+                        f"{directory}: {_show(tensor.name)} is in both {other.file} and"
+                        f" {tensor.file}, expected in one"
+                    )
+    for name, shard in index.items():
+        if name not in tensors or tensors[name].file != shard:
+            raise UserError(
+                f"{directory / INDEX}: places {_show(name)} in {shard}, which does not hold it"
+            )
+    if indexed and len(index) != len(tensors):
+        extra = next(tensor for name, tensor in tensors.items() if name not in index)
+        raise UserError(
+            f"{directory / INDEX}: does not list {_show(extra.name)}, which {extra.file} holds"
+        )
+    return tensors
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    """Tensor name -> shard."""
+    index = _read_json(directory, INDEX).get("weight_map")
+    if not isinstance(index, dict) or {type(shard) for shard in index.values()} != {str}:
+        raise UserError(f"{directory / INDEX}: expected weight_map, of tensor names to shard names")
+    return index
+
+
+def _read_header(directory: Path, shard: str) -> list[TensorInfo]:
+    """The tensors of one safetensors file, in file order.
+
+    8 bytes of length, that many bytes of JSON, then the tensors' data without gaps.
+    """
+    with _opened(directory, shard) as file:
+        where, size = file.path, file.size
+        if size < 8:
+            raise UserError(f"{where}: truncated: {size} bytes, expected 8 of header length alone")
+        length = int.from_bytes(file.read(0, 8), "little")
+        if length > HEADER_LIMIT:
+            raise UserError(
+                f"{where}: declares a header of {length} bytes, at most {HEADER_LIMIT} are allowed;"
+                " the file is damaged or of another format"
+            )
+        start = 8 + length
+        if start > size:
+            raise UserError(
+                f"{where}: truncated: its header ends at byte {start}, the file has {size};"
+                " download it again"
+            )
+        header = _parse_json(file.read(8, length), f"{where}: header")
+    header.pop("__metadata__", None)
+    tensors = [_read_entry(name, entry, shard, start, where) for name, entry in header.items()]
+    tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
+    end = max((tensor.end for tensor in tensors), default=start)
+    if end != size:
+        fault = "truncated: " if end > size else ""
+        raise UserError(
+            f"{where}: {fault}its header declares {end} bytes, the file has {size};"
+            " download it again"
+        )
+    at = start
+    for tensor in tensors:
+        if tensor.begin != at:
+            fault = "overlaps the tensor before it" if tensor.begin < at else "follows a gap"
+            raise UserError(
+                f"{where}: {_show(tensor.name)} {fault}: declared at byte {tensor.begin}, expected"
+                f" at {at}; download it again"
+            )
+        at = tensor.end
+    return tensors
+
+
+def _read_entry(name: str, entry: Any, shard: str, start: int, where: Path) -> TensorInfo:
+    """One entry of a header: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}."""
+    at = f"{where}: {_show(name)}"
+    dtype, shape, offsets = (
+        entry.get(key) if isinstance(entry, dict) else None
+        for key in ("dtype", "shape", "data_offsets")
+    )
+    if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+        raise UserError(f"{at}: dtype: expected one of {', '.join(ITEMSIZE)}, got {_show(dtype)}")
+    for key, value, fits in (("shape", shape, range(9)), ("data_offsets", offsets, (2,))):
+        counts = isinstance(value, list) and len(value) in fits
+        if not counts or not all(type(x) is int and 0 <= x < COUNT_LIMIT for x in value):
+            raise UserError(f"{at}: {key}: expected a list of sizes, got {_show(value)}")
+    tensor = TensorInfo(name, shard, dtype, tuple(shape), start + offsets[0], start + offsets[1])
+    expected, actual = math.prod(shape) * ITEMSIZE[dtype], offsets[1] - offsets[0]
+    if actual != expected:
+        raise UserError(f"{at}: {tensor} is {expected} bytes, its data_offsets hold {actual}")
+    return tensor
+
+
+# ---- the weights ---------------------------------------------------------------------------------
+
+
+# All matrices are [out, in] as in the files. Dense ones, norms included, are float32 or bfloat16.
+Weight = np.ndarray | Int4Weight
+
+
+@dataclass(frozen=True)
+class DenseMlp:
+    """SwiGLU of a dense layer on one rank. I = intermediate_size / tp."""
+
+    gate: Weight  # [I, H]
+    up: Weight  # [I, H]
+    down: Weight  # [H, I]
+
+
+@dataclass(frozen=True)
+class MoeMlp:
+    """Routed and shared experts on one rank. I = moe_intermediate_size / tp."""
+
+    router: np.ndarray  # [E, H]
+    bias: np.ndarray  # [E] float32, the file's bits
+    experts_gate: Weight  # [E, I, H]
+    experts_up: Weight  # [E, I, H]
+    experts_down: Weight  # [E, H, I]
+    shared_gate: Weight | None  # [n_shared * I, H]; None without shared experts
+    shared_up: Weight | None  # [n_shared * I, H]
+    shared_down: Weight | None  # [H, n_shared * I]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer on one rank. A = heads / tp, H = hidden."""
+
+    input_norm: np.ndarray  # [H]
+    q_a: np.ndarray  # [q_lora, H]
+    q_a_norm: np.ndarray  # [q_lora]
+    q_b: np.ndarray  # [A * (nope + rope), q_lora], per head nope then rope rows
+    kv_a: np.ndarray  # [kv_lora + rope, H]
+    kv_a_norm: np.ndarray  # [kv_lora]
+    kv_b: np.ndarray  # [A * (nope + v), kv_lora], per head k_nope then v rows
+    o: np.ndarray  # [H, A * v]
+    post_norm: np.ndarray  # [H]
+    mlp: DenseMlp | MoeMlp
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """The target on one rank; a part that tp.cut replicates is whole.
+
+    V_r = 8 * ceil(vocab / 8) / tp. Local row i is id rank * V_r + i; rows from vocab_size on are 0.
+    """
+
+    embed: np.ndarray  # [V_r, H]
+    layers: tuple[LayerWeights, ...]
+    norm: np.ndarray  # [H]
+    head: np.ndarray  # [V_r, H]
+
+
+@dataclass(frozen=True)
+class DrafterLayer:
+    """One DFlash layer on one rank. A, G = query and key heads, D = head_dim, I = width / tp."""
+
+    input_norm: np.ndarray  # [H]
+    q: np.ndarray  # [A * D, H]
+    k: np.ndarray  # [G * D, H]
+    v: np.ndarray  # [G * D, H]
+    o: np.ndarray  # [H, A * D]
+    q_norm: np.ndarray  # [D]
+    k_norm: np.ndarray  # [D]
+    post_norm: np.ndarray  # [H]
+    gate: np.ndarray  # [I, H]
+    up: np.ndarray  # [I, H]
+    down: np.ndarray  # [H, I]
+
+
+@dataclass(frozen=True)
+class DrafterWeights:
+    """The DFlash drafter on one rank. Embedding and head are the target's."""
+
+    fc: np.ndarray  # [H / tp, taps * target hidden]
+    hidden_norm: np.ndarray  # [H]
+    norm: np.ndarray  # [H]
+    layers: tuple[DrafterLayer, ...]
+
+
+# ---- the plan ------------------------------------------------------------------------------------
+
+Range = tuple[int, int]  # first, and one past the last
+Shape = tuple[int, int]  # (out, in)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """This rank's part of one tensor, for the first rows of its destination."""
+
+    tensor: TensorInfo
+    rows: Range
+    columns: Range
+    index: int | None  # which matrix of a stack
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One array to fill. What no piece fills (padded vocabulary) is zero."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    upcast: bool  # to float32 once read, which is exact
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Slots:
+    """Stands for an Int4Weight in a plan."""
+
+    packed: Slot
+    scales: Slot
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank will hold, and where each byte of it lies; checked, nothing read yet."""
+
+    directory: Path
+    weights: Any  # TargetWeights or DrafterWeights with a Slot in place of every array
+
+    @property
+    def slots(self) -> list[Slot]:
+        found: list[Slot] = []
+        _replace(self.weights, found.append)
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """Bytes this rank will hold."""
+        return sum(slot.bytes for slot in self.slots)
+
+
+def plan_target(
+    checkpoint: Checkpoint,
+    model: config.Model,
+    *,
+    tp: config.TensorParallel = ONE_RANK,
+    rank: int = 0,
+) -> Plan:
+    """Find every tensor of `model` in the checkpoint, and the part of it that `rank` holds.
+
+    A cut gives each rank a contiguous equal part: of output rows for `column`, `heads` and
+    `vocabulary`, of input columns for `row`. Raises UserError if a dimension cannot be cut so, and
+    one UserError that names all missing, unknown, wrongly typed and wrongly shaped tensors.
+    """
+    plan = _Planner(checkpoint, tp, rank, model.group_size)
+    vocabulary, hidden = model.vocab_size, model.hidden_size
+    weights = TargetWeights(
+        embed=plan.vocabulary("model.embed_tokens", vocabulary, hidden, tp.cut.embed_tokens),
+        layers=tuple(_plan_layer(plan, model, i) for i in range(model.num_hidden_layers)),
+        norm=plan.dense("model.norm", hidden),
+        head=plan.vocabulary("lm_head", vocabulary, hidden, tp.cut.lm_head),
+    )
+    return plan.finish(weights)
+
+
+def _plan_layer(plan: _Planner, model: config.Model, i: int) -> LayerWeights:
+    at, attention = f"model.layers.{i}", f"model.layers.{i}.self_attn"
+    hidden, heads, q_lora = model.hidden_size, model.num_attention_heads, model.q_lora_rank
+    latent, rope, value = model.kv_lora_rank, model.qk_rope_head_dim, model.v_head_dim
+    q_rows, kv_rows = model.qk_nope_head_dim + rope, model.qk_nope_head_dim + value  # of one head
+    first, last = plan.share(f"{attention}.o_proj", plan.cut.o_proj, heads, noun="heads")
+    return LayerWeights(
+        input_norm=plan.dense(f"{at}.input_layernorm", hidden),
+        q_a=plan.dense(f"{attention}.q_a_proj", q_lora, hidden),
+        q_a_norm=plan.dense(f"{attention}.q_a_layernorm", q_lora),
+        q_b=plan.dense(
+            f"{attention}.q_b_proj", heads * q_rows, q_lora, rows=(first * q_rows, last * q_rows)
+        ),
+        kv_a=plan.dense(f"{attention}.kv_a_proj_with_mqa", latent + rope, hidden),
+        kv_a_norm=plan.dense(f"{attention}.kv_a_layernorm", latent),
+        kv_b=plan.dense(
+            f"{attention}.kv_b_proj",
+            heads * kv_rows,
+            latent,
+            rows=(first * kv_rows, last * kv_rows),
+        ),
+        o=plan.dense(
+            f"{attention}.o_proj", hidden, heads * value, columns=(first * value, last * value)
+        ),
+        post_norm=plan.dense(f"{at}.post_attention_layernorm", hidden),
+        mlp=_plan_mlp(plan, model, i),
+    )
+
+
+def _plan_mlp(plan: _Planner, model: config.Model, i: int) -> DenseMlp | MoeMlp:
+    at, layer, hidden = f"model.layers.{i}.mlp", model.layers[i], model.hidden_size
+    if layer.kind == "dense":
+        return DenseMlp(*plan.mlp(at, None, hidden, model.intermediate_size, layer.quantization))
+    experts, width = model.n_routed_experts, model.moe_intermediate_size
+    routed = plan.mlp(f"{at}.experts", experts, hidden, width, layer.experts)
+    shared = (None, None, None)
+    if model.n_shared_experts:
+        name, width = f"{at}.shared_experts", model.n_shared_experts * width
+        shared = plan.mlp(name, None, hidden, width, layer.shared_experts)
+    return MoeMlp(
+        plan.dense(f"{at}.gate", experts, hidden),
+        # The published files hold F32, whose last bits choose experts; BF16 is seen in the wild.
+        plan.array(f"{at}.gate.e_score_correction_bias", FLOATS, (experts,), upcast=True),
+        *routed,
+        *shared,
+    )
+
+
+def plan_drafter(
+    checkpoint: Checkpoint,
+    drafter: config.Drafter,
+    model: config.Model,
+    *,
+    tp: config.TensorParallel = ONE_RANK,
+    rank: int = 0,
+) -> Plan:
+    """As `plan_target`, for the DFlash drafter of the target `model`.
+
+    Ranks beyond the number of key/value heads share them: each has the heads its queries read.
+    """
+    plan = _Planner(checkpoint, tp, rank)
+    hidden, taps = drafter.hidden_size, len(drafter.target_layer_ids)
+    rows = plan.share("fc", tp.cut.fc, hidden, noun="output rows")
+    weights = DrafterWeights(
+        fc=plan.dense("fc", hidden, taps * model.hidden_size, rows=rows),
+        hidden_norm=plan.dense("hidden_norm", hidden),
+        norm=plan.dense("norm", hidden),
+        layers=tuple(
+            _plan_drafter_layer(plan, drafter, i) for i in range(drafter.num_hidden_layers)
+        ),
+    )
+    return plan.finish(weights)
+
+
+def _plan_drafter_layer(plan: _Planner, drafter: config.Drafter, i: int) -> DrafterLayer:
+    at, attention, hidden = f"layers.{i}", f"layers.{i}.self_attn", drafter.hidden_size
+    heads, keys, width = drafter.num_attention_heads, drafter.num_key_value_heads, drafter.head_dim
+    first, last = plan.share(f"{attention}.o_proj", plan.cut.o_proj, heads, noun="heads")
+    if (last - first) * keys % heads and heads % ((last - first) * keys):
+        raise UserError(
+            f"{attention}.k_proj: {keys} heads cannot be shared out to {plan.tp.size} ranks;"
+            " choose a tp.size that divides them or is a multiple of them"
+        )
+    q = (first * width, last * width)
+    kv = (first * keys // heads * width, -(-last * keys // heads) * width)  # what those heads read
+    gate, up, down = plan.mlp(f"{at}.mlp", None, hidden, drafter.intermediate_size, "none")
+    return DrafterLayer(
+        input_norm=plan.dense(f"{at}.input_layernorm", hidden),
+        q=plan.dense(f"{attention}.q_proj", heads * width, hidden, rows=q),
+        k=plan.dense(f"{attention}.k_proj", keys * width, hidden, rows=kv),
+        v=plan.dense(f"{attention}.v_proj", keys * width, hidden, rows=kv),
+        o=plan.dense(f"{attention}.o_proj", hidden, heads * width, columns=q),
+        q_norm=plan.dense(f"{attention}.q_norm", width),
+        k_norm=plan.dense(f"{attention}.k_norm", width),
+        post_norm=plan.dense(f"{at}.post_attention_layernorm", hidden),
+        gate=gate,
+        up=up,
+        down=down,
+    )
+
+
+class _Planner:
+    """Looks tensors up for one rank; `finish` reports every fault together."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, tp: config.TensorParallel, rank: int, group: int = 0
+    ) -> None:
+        if not 0 <= rank < tp.size:
+            raise UserError(f"rank {rank}: expected 0..{tp.size - 1}, for tp.size is {tp.size}")
+        self.checkpoint, self.tp, self.cut, self.rank = checkpoint, tp, tp.cut, rank
+        self.group = group  # columns of an INT4 scale
+        self.asked: set[str] = set()
+        self.missing: list[str] = []
+        self.wrong: list[str] = []
+        self.shapes: list[tuple[TensorInfo, Shape]] = []  # weight_shape tensors, what they must say
+
+    def share(
+        self, name: str, cut: str, units: int, unit: int = 1, noun: str = "input columns"
+    ) -> Range:
+        """This rank's equal part of `units` units of `unit` columns or rows."""
+        if cut == "replicate":
+            return 0, units * unit
+        if (leaves := config.leaves(units)) % self.tp.size:
+            whole = f"{units * unit} {noun}"
+            if unit > 1:
+                whole += f" are {units} groups of {unit} and"
+            works = ", ".join(str(size) for size in (1, 2, 4, 8) if leaves % size == 0)
+            raise UserError(
+                f"{name}: {whole} cannot be cut in {self.tp.size}; tp.size may be {works}"
+            )
+        part = units // self.tp.size * unit
+        return self.rank * part, (self.rank + 1) * part
+
+    def find(self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> TensorInfo | None:
+        self.asked.add(name)
+        held = self.checkpoint.text_names
+        tensor = held.get(name)
+        if tensor is None:
+            self.missing.append(name)
+            if len(self.missing) > 2 * len(held) + 1000:  # absurd sizes must not fill the memory
+                raise UserError(
+                    f"{self.checkpoint.directory}: its config.json asks for far more than the"
+                    f" {len(held)} tensors there, missing first: {_some(self.missing)}"
+                )
+        elif tensor.dtype not in dtypes or tensor.shape != shape:
+            expected = f"{' or '.join(dtypes)} {list(shape)}"
+            self.wrong.append(f"{name} is {tensor}, expected {expected}")
+            return None
+        return tensor
+
+    def array(
+        self,
+        names: str | list[str],
+        dtypes: tuple[str, ...],
+        shape: tuple[int, ...],
+        *,
+        rows: Range | None = None,
+        columns: Range | None = None,
+        height: int | None = None,
+        upcast: bool = False,
+    ) -> Slot:
+        """A slot for rows and columns of one tensor of `shape`, or of a list of them as a stack.
+
+        `height`: rows of the slot, where that is more than the tensor gives.
+        """
+        stacked = isinstance(names, list)
+        names = names if stacked else [names]
+        rows, columns = rows or (0, shape[0]), columns or (0, math.prod(shape[1:]))
+        found = [tensor for name in names if (tensor := self.find(name, dtypes, shape))]
+        kinds = sorted({tensor.dtype for tensor in found}) or [dtypes[0]]
+        if len(kinds) > 1:
+            one = next(tensor for tensor in found if tensor.dtype != found[0].dtype)
+            self.wrong.append(
+                f"{one.name} is {one.dtype}, expected {found[0].dtype} as its fellows"
+            )
+        part = (height or rows[1] - rows[0], columns[1] - columns[0])[: len(shape)]
+        pieces = (
+            Piece(tensor, rows, columns, e if stacked else None) for e, tensor in enumerate(found)
+        )
+        whole = (len(names), *part) if stacked else part
+        return Slot(names[0], DTYPES[kinds[0]], whole, tuple(pieces), upcast)
+
+    def dense(
+        self, module: str, *shape: int, rows: Range | None = None, columns: Range | None = None
+    ) -> Slot:
+        return self.array(f"{module}.weight", FLOATS, shape, rows=rows, columns=columns)
+
+    def vocabulary(self, module: str, vocabulary: int, hidden: int, cut: str) -> Slot:
+        """Rows padded to 8 equal shards (R2), the same ones at every size."""
+        rank, size = (0, 1) if cut == "replicate" else (self.rank, self.tp.size)
+        height = -(-vocabulary // 8) * 8 // size
+        rows = min(rank * height, vocabulary), min((rank + 1) * height, vocabulary)
+        return self.array(
+            f"{module}.weight", FLOATS, (vocabulary, hidden), rows=rows, height=height
+        )
+
+    def mlp(
+        self, module: str, experts: int | None, hidden: int, width: int, quantization: str
+    ) -> tuple[Slot | Int4Slots, ...]:
+        """gate, up and down of one MLP, or stacks of `experts` of them."""
+        unit = self.group if quantization == "int4" else 1
+        if width % unit or hidden % unit:
+            raise UserError(
+                f"{module}: widths {hidden} and {width} are not whole groups of {unit}; the INT4"
+                " format needs that"
+            )
+        share = self.share(f"{module}.down_proj", self.cut.down_proj, width // unit, unit)
+        matrix = self.int4 if quantization == "int4" else self.plain
+        return (
+            matrix(module, "gate_proj", experts, (width, hidden), rows=share),
+            matrix(module, "up_proj", experts, (width, hidden), rows=share),
+            matrix(module, "down_proj", experts, (hidden, width), columns=share),
+        )
+
+    def plain(
+        self, module: str, projection: str, experts: int | None, shape: Shape, **cut: Range
+    ) -> Slot:
+        return self.array(_names(module, experts, f"{projection}.weight"), FLOATS, shape, **cut)
+
+    def int4(
+        self,
+        module: str,
+        projection: str,
+        experts: int | None,
+        shape: Shape,
+        rows: Range | None = None,
+        columns: Range | None = None,
+    ) -> Int4Slots:
+        """Words and scales are cut at the same whole groups, lest a scale meet others' codes."""
+        out, inputs = shape
+        first, last = columns or (0, inputs)
+        if first % self.group or last % self.group:
+            raise UserError(f"{module}.{projection}: columns {first}..{last} cut a group")
+
+        def names(suffix: str) -> str | list[str]:
+            return _names(module, experts, f"{projection}.{suffix}")
+
+        said = names("weight_shape")
+        for name in said if isinstance(said, list) else [said]:
+            if tensor := self.find(name, ("I32", "I64"), (2,)):
+                self.shapes.append((tensor, shape))
+
+        def part(suffix: str, dtypes: tuple[str, ...], per: int) -> Slot:
+            cut = (first // per, last // per)
+            return self.array(names(suffix), dtypes, (out, inputs // per), rows=rows, columns=cut)
+
+        return Int4Slots(
+            part("weight_packed", ("I32",), 8), part("weight_scale", FLOATS, self.group)
+        )
+
+    def finish(self, weights: TargetWeights | DrafterWeights) -> Plan:
+        unknown = [name for name in self.checkpoint.text_names if name not in self.asked]
+        faults = {"missing": self.missing, "unknown": unknown, "wrong": self.wrong}
+        listed = "; ".join(f"{len(n)} {kind}: {_some(n)}" for kind, n in faults.items() if n)
+        if listed:
+            raise UserError(
+                f"{self.checkpoint.directory}: its tensors do not fit its config.json: {listed}"
+            )
+        self._check_shapes()
+        return Plan(self.checkpoint.directory, weights)
+
+    def _check_shapes(self) -> None:
+        """What the weight_shape tensors say: (out, in) of the matrix before any cut."""
+        by_file: dict[str, list[tuple[TensorInfo, Shape]]] = {}
+        for tensor, shape in self.shapes:
+            by_file.setdefault(tensor.file, []).append((tensor, shape))
+
+        def check(name: str) -> None:
+            with _opened(self.checkpoint.directory, name) as file:
+                for tensor, shape in sorted(by_file[name], key=lambda item: item[0].begin):
+                    data = file.read(tensor.begin, tensor.end - tensor.begin)
+                    said = tuple(np.frombuffer(data, DTYPES[tensor.dtype]).tolist())
+                    if said != shape:
+                        raise UserError(
+                            f"{file.path}: {tensor.name} says {said}, but the tensors and"
+                            f" config.json make it {shape}; download the file again"
+                        )
+
+        with ThreadPoolExecutor(READERS) as pool:
+            list(pool.map(check, by_file))
+
+
+def _names(module: str, experts: int | None, tensor: str) -> str | list[str]:
+    """The tensor of one module, or that of each expert."""
+    if experts is None:
+        return f"{module}.{tensor}"
+    return [f"{module}.{e}.{tensor}" for e in range(experts)]
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(_show(name) for name in names[:SHOWN]) + rest
+
+
+# ---- the data ------------------------------------------------------------------------------------
+
+
+def load_target(plan: Plan, *, progress: bool = False) -> TargetWeights:
+    """Read what `plan_target` planned; `progress` shows a bar in bytes.
+
+    Needs Plan.bytes of memory and at most READERS * CHUNK bytes of staging. Raises UserError.
+    """
+    return _load(plan, progress)
+
+
+def load_drafter(plan: Plan, *, progress: bool = False) -> DrafterWeights:
+    """Read what `plan_drafter` planned."""
+    return _load(plan, progress)
+
+
+def _load(plan: Plan, progress: bool) -> Any:
+    slots = plan.slots
+    # Zeros, as padding must be; a large array of them costs nothing until it is written.
+    arrays = {slot.name: np.zeros(slot.shape, slot.dtype) for slot in slots}
+    reads = sorted(
+        (read for slot in slots for read in _reads(slot, arrays[slot.name])),
+        key=lambda read: (read.file, read.begin),
+    )
+    total = sum(len(read.rows) * read.row_bytes for read in reads)
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress)
+    with ExitStack() as stack:
+        stack.enter_context(bar)
+        files = {
+            name: stack.enter_context(_opened(plan.directory, name))
+            for name in sorted({read.file for read in reads})
+        }
+        pool = ThreadPoolExecutor(READERS)
+        stack.callback(pool.shutdown, cancel_futures=True)  # an error or Ctrl-C ends it at once
+        done = pool.map(
+            lambda batch: sum(read.run(files[read.file]) for read in batch), _batches(reads)
+        )
+        for read_bytes in done:
+            bar.update(read_bytes)
+
+    def filled(slot: Slot) -> np.ndarray:
+        return arrays[slot.name].astype(np.float32) if slot.upcast else arrays[slot.name]
+
+    return _replace(plan.weights, filled)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Some rows of one tensor, about CHUNK bytes of them at most, into rows of an array."""
+
+    file: str
+    begin: int  # bytes from the start of the file
+    row_bytes: int  # in the file
+    columns: Range  # bytes of a row that are wanted
+    rows: np.ndarray  # uint8 [rows, bytes wanted], a view of the destination
+
+    def run(self, file: _File) -> int:
+        """Returns the bytes read."""
+        length = len(self.rows) * self.row_bytes
+        if self.columns == (0, self.row_bytes):
+            file.read_into(memoryview(self.rows.reshape(-1)), self.begin)
+        else:
+            # A few bytes of every row: one long read and a copy beat a read for each row.
+            staged = np.empty((len(self.rows), self.row_bytes), np.uint8)
+            file.read_into(memoryview(staged.reshape(-1)), self.begin)
+            self.rows[:] = staged[:, self.columns[0] : self.columns[1]]
+        return length
+
+
+def _reads(slot: Slot, array: np.ndarray) -> Iterator[_Read]:
+    size = slot.dtype.itemsize
+    for piece in slot.pieces:
+        first, last = piece.rows
+        if first == last:
+            continue
+        row_bytes = (piece.tensor.end - piece.tensor.begin) // piece.tensor.shape[0]
+        matrix = array if piece.index is None else array[piece.index]
+        into = matrix[: last - first].reshape(last - first, -1).view(np.uint8)
+        step = max(1, CHUNK // row_bytes)
+        for row in range(first, last, step):
+            yield _Read(
+                file=piece.tensor.file,
+                begin=piece.tensor.begin + row * row_bytes,
+                row_bytes=row_bytes,
+                columns=(piece.columns[0] * size, piece.columns[1] * size),
+                rows=into[row - first : row - first + step],
+            )
+
+
+def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:
+    """Neighbouring reads, about CHUNK bytes together: one task each would be 200,000 tasks."""
+    batch: list[_Read] = []
+    size = 0
+    for read in reads:
+        batch.append(read)
+        size += len(read.rows) * read.row_bytes
+        if size >= CHUNK:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _replace(node: Any, fill: Callable[[Slot], Any]) -> Any:
+    """The same tree of dataclasses and tuples with `fill(slot)` in place of every slot."""
+    if node is None:
+        return None
+    if isinstance(node, Slot):
+        return fill(node)
+    if isinstance(node, Int4Slots):
+        return Int4Weight(packed=fill(node.packed), scales=fill(node.scales))
+    if isinstance(node, tuple):
+        return tuple(_replace(item, fill) for item in node)
+    return type(node)(
+        **{field.name: _replace(getattr(node, field.name), fill) for field in fields(node)}
+    )
