@@ -289,6 +289,13 @@ def test_quantise_is_within_half_a_step_and_keeps_zeros(scale_dtype):
     assert (again == loader.unpack_int4(q.packed)).all()
 
 
+def test_quantise_uses_all_codes():
+    w = np.linspace(-7.5, 7.5, 32, dtype=np.float32)[None]
+    q = loader.quantise_int4(w)
+    assert q.scales == 1  # absmax / 7.5
+    assert set(loader.unpack_int4(q.packed)[0].tolist()) == set(range(-8, 8))
+
+
 @pytest.mark.parametrize(
     "bad", [np.full(8, 8, np.int8), np.full(8, -9, np.int8), np.zeros(7, np.int8)]
 )
