@@ -1,25 +1,48 @@
-"""Latent KV in pages of one attention leaf: admit, reserve, commit an accepted path, roll back, free.
+"""Latent KV in pages of one attention leaf: admit, reserve, commit a path, roll back, free, reuse.
 
-Page and leaf are the same thing, so a full page is one unchanging term of the softmax sum (R3). Rows
-of the forward in flight live in a scratch of their own (`fresh`): a draft that is not accepted never
-touches a page, and a commit copies whatever rows were accepted, however scattered, to the next
-positions.
+Page and leaf are the same thing, so a full page is one unchanging term of the softmax sum (R3).
+Rows of the forward in flight live in a scratch of their own (`fresh`): a draft that is not accepted
+never touches a page, and a commit copies whatever rows were accepted, however scattered, to the
+next positions.
+
+Full pages stay known after their sequence has gone (`_Known`): a later prompt that begins with the
+same tokens takes them over. R1 makes that exact: the page holds the very bits that the prompt would
+compute again.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import numpy as np
 
 
 class CacheFull(Exception):
-    """No free page. The scheduler decides who waits; nothing has been changed."""
+    """Not enough free pages. The scheduler decides who waits; nothing has been changed."""
+
+
+@dataclass(eq=False)
+class _Known:
+    """A full page that can be found by its tokens: a node of the tree of prefixes.
+
+    tokens    the page's own tokens; with those of all nodes above, the whole prefix
+    children  by their tokens: a look-up compares the tokens, a hash alone decides nothing
+    users     live sequences that hold the page
+    """
+
+    page: int
+    parent: _Known | None
+    tokens: tuple[int, ...]
+    children: dict[tuple[int, ...], _Known] = field(default_factory=dict)
+    users: int = 0
+    last_used: int = 0
 
 
 class LatentCache:
     """Target (and drafter) entries of up to `slots` sequences.
 
     pages   [layers, n_pages, leaf, width]        committed entries of the target
-    fresh   [layers, rows, width]                 rows of the current forward, not committed
+    fresh   [layers] of [rows, width]             rows of the current forward, not committed
     draft   [draft layers, n_pages, leaf, width]  the drafter's K and V, under the same page table
     lengths int32 [slots] committed tokens;  tables: page numbers of each slot, in order
     """
@@ -36,6 +59,7 @@ class LatentCache:
         draft_width: int = 0,
     ):
         self.leaf = leaf
+        self.n_pages = n_pages
         self.pages = np.zeros((layers, n_pages, leaf, width), np.float32)
         self.draft = np.zeros((draft_layers, n_pages, leaf, draft_width), np.float32)
         self.fresh: list[np.ndarray | None] = [None] * layers
@@ -43,22 +67,52 @@ class LatentCache:
         self.tables: list[list[int]] = [[] for _ in range(slots)]
         self.free_slots = list(range(slots))[::-1]
         self.free_pages = list(range(n_pages))[::-1]
-        self.n_pages = n_pages
+        self._root = _Known(-1, None, ())
+        self._known: dict[int, _Known] = {}  # by page
+        self._chains: list[list[_Known]] = [[] for _ in range(slots)]  # known pages of each slot
+        self._clock = 0
 
     def pages_for(self, tokens: int) -> int:
+        """Pages that hold so many tokens."""
         return -(-tokens // self.leaf)
 
-    def admit(self) -> int:
-        """A free slot with no pages yet."""
+    @property
+    def available(self) -> int:
+        """Pages that a reservation may count on: free, or known but in nobody's use."""
+        return len(self.free_pages) + sum(k.users == 0 for k in self._known.values())
+
+    def admit(self, tokens=(), most: int = 0) -> int:
+        """A free slot. It starts with the known pages of the prefix that `tokens` shares with
+        earlier text, at most `most` tokens; `lengths` of the slot says how many."""
         slot = self.free_slots.pop()
-        self.lengths[slot] = 0
+        node, chain = self._root, self._chains[slot]
+        while (len(chain) + 1) * self.leaf <= most:
+            begin = len(chain) * self.leaf
+            node = node.children.get(tuple(tokens[begin : begin + self.leaf]))
+            if node is None:
+                break
+            chain.append(node)
+        self._clock += 1
+        for node in chain:
+            node.users += 1
+            node.last_used = self._clock
+        self.tables[slot] = [node.page for node in chain]
+        self.lengths[slot] = len(chain) * self.leaf
         return slot
 
     def reserve(self, slot: int, tokens: int) -> None:
-        """Make sure that `tokens` committed tokens fit. Raises CacheFull, then changes nothing."""
+        """Make sure that `tokens` committed tokens fit. Raises CacheFull, then changes nothing.
+
+        Known pages in nobody's use are given up for it, least recently used first.
+        """
         need = self.pages_for(tokens) - len(self.tables[slot])
-        if need > len(self.free_pages):
+        if need <= 0:
+            return
+        if need > self.available:
             raise CacheFull
+        while len(self.free_pages) < need:
+            idle = (k for k in self._known.values() if k.users == 0 and not k.children)
+            self._forget(min(idle, key=lambda k: k.last_used))
         self.tables[slot].extend(self.free_pages.pop() for _ in range(need))
 
     def slots_of(self, slot: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
@@ -77,14 +131,44 @@ class LatentCache:
             pages[page, place] = fresh[rows]
         self.lengths[slot] = end
 
+    def remember(self, slot: int, tokens) -> None:
+        """Make the slot's full pages known by `tokens`, its text; draft entries must be in too."""
+        chain = self._chains[slot]
+        for index in range(len(chain), int(self.lengths[slot]) // self.leaf):
+            parent = chain[-1] if chain else self._root
+            own = tuple(tokens[index * self.leaf : (index + 1) * self.leaf])
+            if own in parent.children:
+                # Somebody else computed the same page meanwhile: this one stays private.
+                return
+            node = _Known(self.tables[slot][index], parent, own, users=1, last_used=self._clock)
+            parent.children[own] = self._known[node.page] = node
+            chain.append(node)
+
     def roll_back(self, slot: int, length: int) -> None:
-        """Forget everything from position `length` on and give back pages that are now empty."""
+        """Forget everything of the slot from position `length` on, and give back whole pages.
+
+        A known page is only let go (others may read it); it must not be cut.
+        """
         keep = self.pages_for(length)
-        self.free_pages.extend(self.tables[slot][keep:])
+        chain = self._chains[slot]
+        if length < len(chain) * self.leaf and length % self.leaf:
+            keep -= 1  # the page under `length` is known: its tokens must be computed again
+            length = keep * self.leaf
+        for node in chain[keep:]:
+            node.users -= 1
+        del chain[keep:]
+        for page in self.tables[slot][keep:]:
+            if page not in self._known:
+                self.free_pages.append(page)
         del self.tables[slot][keep:]
         self.lengths[slot] = length
 
     def free(self, slot: int) -> None:
-        """Give back the slot and all its pages."""
+        """Give back the slot and what it holds; its known pages stay until they are needed."""
         self.roll_back(slot, 0)
         self.free_slots.append(slot)
+
+    def _forget(self, node: _Known) -> None:
+        del node.parent.children[node.tokens]
+        del self._known[node.page]
+        self.free_pages.append(node.page)

@@ -14,7 +14,7 @@ import numpy as np
 import config
 from cache import LatentCache
 from model import Model
-from reference import softmax_scale
+from reference import softmax_scale, stack_of_one
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Drafter:
             k_norm=ops.upload(w.k_norm),
             o=ops.prepare(w.o, shards=kv_leaves, row_cut=True),
             post_norm=ops.upload(w.post_norm),
-            mlp=ops.prepare_mlp(w.gate[None], w.up[None], w.down[None], width_leaves),
+            mlp=ops.prepare_mlp(*map(stack_of_one, (w.gate, w.up, w.down)), width_leaves),
             window=(dims.sliding_window or 0) if kind == "sliding_attention" else 0,
         )
 

@@ -14,10 +14,11 @@ import logging
 import os
 import statistics
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,110 +31,56 @@ import spec_decode
 from cache import CacheFull, LatentCache
 from config import UserError
 from drafter import Drafter
-from model import Batch, Model
+from model import Batch, Forward, Model
 from reference import ReferenceOps
+from request import Line, Result, Round, Sequence, parse_line
 from sampling import SamplingParams, StopRule
 from spec_decode import Speculator, Tree, Walk
-from tokenizer import IncrementalDecoder, StopScanner, Tokenizer
+from tokenizer import Tokenizer
 
 MODES = ("ar", "chain", "tree")
 
+
 @dataclass(frozen=True)
-class Result:
-    """What one request became.
+class Part:
+    """One sequence's share of a forward: its tree, or (tree None) a piece of its prompt.
 
-    finish_reason  "stop" (a stop id or string), "length", or "error"
-    token_ids      emitted ids; a stop id is not among them
-    steps          verify steps; acceptance_length is the tokens they emitted per step
-    logits         fp32 [tokens, V] of every emitted token, where asked for
+    rows    slice of the batch
+    logits  slice of the logits: every node's; of a prompt piece all or the last, if they are needed
     """
 
-    id: object
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    seed: int | None
-    prompt_tokens: int
-    steps: int
-    prefill_s: float
-    decode_s: float
-    error: str | None = None
-    logits: np.ndarray | None = None
-
-    @property
-    def acceptance_length(self) -> float:
-        return max(len(self.token_ids) - 1, 0) / self.steps if self.steps else 0.0
-
-    @property
-    def tok_per_s(self) -> float:
-        after_first = max(len(self.token_ids) - 1, 0)
-        return after_first / self.decode_s if self.decode_s > 0 else 0.0
-
-
-@dataclass(eq=False)
-class Sequence:
-    """A request on its way: what it asked, where it stands, what it has said.
-
-    tokens     prompt and emitted ids; of them `cache.lengths[slot]` are committed
-    path       the counts that penalties see;  pieces: the text so far, as it became ready
-    """
-
-    id: object
-    prompt: list[int]
-    params: SamplingParams
-    rule: StopRule
-    tokens: list[int]
-    path: sampling.Path
-    keep_logits: bool = False
-    slot: int = -1
-    steps: int = 0
-    pieces: list[str] = field(default_factory=list)
-    finish_reason: str | None = None
-    error: str | None = None
-    logits: list[np.ndarray] = field(default_factory=list)
-    decoder: IncrementalDecoder | None = None
-    scanner: StopScanner | None = None
-    submitted: float = 0.0
-    first_token: float = 0.0
-    finished: float = 0.0
-
-    @property
-    def emitted(self) -> list[int]:
-        return self.tokens[len(self.prompt) :]
-
-    def read(self, ids: list[int]) -> str:
-        """Text that these ids complete and no stop string can still claim."""
-        if self.decoder is None:
-            return ""
-        text = self.decoder.feed(ids)
-        return text if len(self.emitted) < self.params.min_tokens else self.scanner.feed(text)
-
-    def read_rest(self) -> str:
-        """What the end of the text sets free."""
-        rest = self.decoder.flush() if self.decoder else ""
-        return self.scanner.feed(rest) + self.scanner.flush()
-
-    @property
-    def to_prefill(self) -> int:
-        """Tokens that have to be in the cache before decoding: all but the root."""
-        return len(self.tokens) - (1 if len(self.tokens) > len(self.prompt) else 0)
+    sequence: Sequence
+    tree: Tree | None
+    rows: slice
+    logits: slice
+    ends_prompt: bool = False  # its last row decides the request's first token
 
 
 @dataclass(frozen=True)
 class Step:
-    """The rows of one forward: which tree or prompt piece stands where."""
+    """One forward: what stands where, and what came out."""
 
     batch: Batch
-    trees: list[tuple[Sequence, Tree, int]]  # first row of each
-    chunks: list[tuple[Sequence, int, int]]  # first row and number of rows
-    logit_rows: np.ndarray
+    parts: list[Part]
+    forward: Forward
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What one sequence gets of a forward: the walk through its tree (or, on no row, the first
+    token after its prompt), and the rows of the logits that decided its tokens."""
+
+    part: Part
+    walk: Walk
+    logit_rows: list[int]
 
 
 class Engine:
     """A loaded model that decodes requests, one or many together.
 
     Every request's tokens and logits are those of plain decoding alone, whatever the mode, the
-    neighbours or the moment it was scheduled (see design: the lossless contract).
+    neighbours or the moment it was scheduled (see design: the lossless contract). `submit` may be
+    called from any thread; whoever waits for text drives the steps.
     """
 
     def __init__(self, settings: config.Config, device: str = "auto", progress: bool = False):
@@ -152,9 +99,8 @@ class Engine:
             )
         self.settings = settings = config.validate(settings, self.dims, draft_dims)
         # A checkpoint without a vocabulary still decodes ids; one with a broken vocabulary does not.
-        vocabulary = checkpoint.directory / "tiktoken.model"
         self.tokenizer = None
-        if vocabulary.exists():
+        if (checkpoint.directory / "tiktoken.model").exists():
             self.tokenizer = Tokenizer(checkpoint.directory, self.dims.vocab_size)
         self.eos_ids = loader.generation_stop_ids(checkpoint)
         plan = loader.plan_target(checkpoint, self.dims)
@@ -183,18 +129,20 @@ class Engine:
         self.use(settings.draft.mode, settings.draft.budget)
         self.cache = LatentCache(
             slots=decode.batch,
-            n_pages=decode.batch * -(-decode.context // decode.leaf),
+            n_pages=decode.pages or decode.batch * -(-decode.context // decode.leaf),
             leaf=decode.leaf,
             layers=self.dims.num_hidden_layers,
             width=self.model.cache_width,
             draft_layers=draft_dims.num_hidden_layers if draft_dims else 0,
             draft_width=self.drafter.cache_width if draft_dims else 0,
         )
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()  # by arrival
+        self.running: list[Sequence] = []  # by arrival
+        self.arrivals = 0
+        self.lock = threading.Lock()
 
     def use(self, mode: str, budget: int) -> None:
-        """Decode with "ar", "chain" or "tree" from now on."""
+        """Decode with "ar", "chain" or "tree" from now on; nothing but the speed changes."""
         self.mode = mode
         self.speculator = Speculator(self.drafter, self.ops, mode, budget)
 
@@ -204,183 +152,182 @@ class Engine:
         """One round for all live sequences; returns those that emitted or ended."""
         chunks = self.schedule()
         trees = self.draft()
-        rows, forward = self.verify(trees, chunks)
-        accepted = self.accept(rows, forward)
-        return self.commit(rows, forward, accepted)
+        step = self.verify(trees, chunks)
+        accepted = self.accept(step)
+        return self.commit(step, accepted)
 
     def schedule(self) -> list[tuple[Sequence, int]]:
-        """Admit by arrival while a slot and pages are free; give each prompt its next piece.
+        """Room for what runs, admission by arrival, prompt pieces: (sequence, rows of its piece).
 
-        Pieces end at absolute multiples of prefill_chunk. Returns (sequence, rows of its piece).
+        Pieces end at absolute multiples of prefill_chunk; one forward takes about one such piece.
         """
-        while self.waiting and self.cache.free_slots:
-            sequence = self.waiting[0]
-            slot = self.cache.admit()
-            try:
-                self.cache.reserve(slot, len(sequence.tokens))
-            except CacheFull:
-                self.cache.free(slot)
-                break
-            self.waiting.popleft().slot = slot
-            self.running.append(sequence)
-        size = self.settings.decode.prefill_chunk
-        chunks = []
+        for sequence in list(self.running):
+            self.make_room(sequence)
+        while self.waiting and self.cache.free_slots and self.admit(self.waiting[0]):
+            self.waiting.popleft()
+        size, chunks = self.settings.decode.prefill_chunk, []
+        room = size
         for sequence in self.running:
-            done = int(self.cache.lengths[sequence.slot])
-            end = min(sequence.to_prefill, (done // size + 1) * size)
-            if end > done:
-                chunks.append((sequence, end - done))
+            done = self.committed(sequence)
+            n = min(sequence.to_prefill, (done // size + 1) * size) - done
+            if n > 0 and room > 0:
+                chunks.append((sequence, n))
+                room -= n
         return chunks
 
+    def make_room(self, sequence: Sequence) -> None:
+        """Pages for the most that the sequence may commit in this step. Where they are short, the
+        youngest gives its own back and will compute the same bits again later."""
+        most = self.settings.decode.prefill_chunk
+        if self.drafter is not None:
+            most = max(most, self.drafter.dims.block_size)
+        while sequence.slot >= 0:
+            try:
+                want = min(self.committed(sequence) + most, sequence.longest)
+                return self.cache.reserve(sequence.slot, want)
+            except CacheFull:
+                youngest = self.running.pop()
+                self.cache.free(youngest.slot)
+                youngest.slot = -1
+                self.waiting.appendleft(youngest)
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Give the sequence a slot, the known pages of its prefix, and pages for the rest."""
+        # The last prompt token's logits are needed, and with echo those of all.
+        most = 0 if sequence.echo else sequence.to_prefill - (sequence.n_emitted == 0)
+        slot = self.cache.admit(sequence.tokens, most)
+        try:
+            self.cache.reserve(slot, len(sequence.tokens))
+        except CacheFull:
+            self.cache.free(slot)
+            return False
+        sequence.slot = slot
+        self.running.append(sequence)
+        return True
+
     def draft(self) -> list[tuple[Sequence, Tree]]:
-        """A tree for every sequence whose prompt is in the cache."""
-        ready = [
-            s
-            for s in self.running
-            if s.emitted and int(self.cache.lengths[s.slot]) == len(s.tokens) - 1
-        ]
+        """A tree for every sequence whose text but for the root is in the cache."""
+        ready = [s for s in self.running if s.n_emitted and self.committed(s) == s.to_prefill]
         trees = self.speculator.propose(
             roots=[s.tokens[-1] for s in ready],
             slots=[s.slot for s in ready],
             params=[s.params for s in ready],
-            limits=[s.rule.max_tokens - len(s.emitted) - 1 for s in ready],
+            limits=[s.rule.max_tokens - s.n_emitted - 1 for s in ready],
             cache=self.cache,
         )
         return list(zip(ready, trees, strict=True))
 
-    def verify(self, trees, chunks):
+    def verify(self, trees, chunks) -> Step:
         """One forward over all trees and prompt pieces."""
-        parts, placed, pieces, logit_rows = [], [], [], []
-        row = 0
+        batches, parts, row, logit_rows = [], [], 0, []
+
+        def add(sequence, tree, rows: Batch, decided, ends_prompt=False) -> None:
+            nonlocal row
+            logits = slice(len(logit_rows), len(logit_rows) + len(decided))
+            parts.append(Part(sequence, tree, slice(row, row + len(rows)), logits, ends_prompt))
+            batches.append(rows)
+            logit_rows.extend(row + i for i in decided)
+            row += len(rows)
+
         for sequence, tree in trees:
-            length = int(self.cache.lengths[sequence.slot])
-            parts.append(spec_decode.tree_rows(tree, sequence.slot, length, row))
-            placed.append((sequence, tree, row))
-            logit_rows += range(row, row + len(tree))
-            row += len(tree)
+            rows = spec_decode.tree_rows(tree, sequence.slot, self.committed(sequence), row)
+            add(sequence, tree, rows, range(len(tree)))
         for sequence, n in chunks:
-            done = int(self.cache.lengths[sequence.slot])
+            done = self.committed(sequence)
             ids = sequence.tokens[done : done + n]
-            parts.append(spec_decode.prompt_rows(ids, sequence.slot, done, row))
-            pieces.append((sequence, row, n))
-            row += n
-            if not sequence.emitted and done + n == len(sequence.prompt):
-                logit_rows.append(row - 1)
-        batch = spec_decode.concatenate(parts)
-        rows = Step(batch, placed, pieces, np.asarray(logit_rows, np.int32))
-        return rows, self.model.forward(batch, self.cache, rows.logit_rows)
+            ends = not sequence.n_emitted and done + n == len(sequence.prompt)
+            decided = range(0 if sequence.echo else n - 1, n) if ends or sequence.echo else ()
+            add(sequence, None, spec_decode.prompt_rows(ids, sequence.slot, done, row), decided, ends)
+        batch = spec_decode.concatenate(batches)
+        forward = self.model.forward(batch, self.cache, np.asarray(logit_rows, np.int32))
+        return Step(batch, parts, forward)
 
-    def accept(self, rows: Step, forward) -> list[tuple[Sequence, Walk, np.ndarray]]:
-        """The target's own tokens: a walk for every tree, the first token of a finished prompt.
-
-        Returns (sequence, walk, its rows of the logits).
-        """
-        params, paths, positions, groups = [], [], [], []
-        at = 0
-        for sequence, tree, _ in rows.trees:
-            for node in range(len(tree)):
-                path = sequence.path
-                if sequence.params.needs_path:
-                    for token in spec_decode.path_of(tree, node):
-                        path = path.then(token)
-                paths.append(path)
-            params += [sequence.params] * len(tree)
-            groups.append((sequence, tree, at))
-            at += len(tree)
-        for sequence, row, n in rows.chunks:
-            if at < len(rows.logit_rows) and row + n - 1 == rows.logit_rows[at]:
-                params.append(sequence.params)
-                paths.append(sequence.path)
-                groups.append((sequence, None, at))
-                at += 1
-        positions = rows.batch.positions[rows.logit_rows] + 1
-        choices = sampling.choose(forward.logits, positions, params, paths)
+    def accept(self, step: Step) -> list[Accepted]:
+        """The target's own tokens: a walk for every tree, the first token of a finished prompt."""
+        deciding = [p for p in step.parts if p.tree is not None or p.ends_prompt]
+        rows, positions, params, paths = [], [], [], []
+        for part in deciding:
+            s, n = part.sequence, len(part.tree) if part.tree else 1
+            rows.append(range(part.logits.stop - n, part.logits.stop))
+            positions.append(step.batch.positions[part.rows.stop - n : part.rows.stop] + 1)
+            params += [s.params] * n
+            paths += spec_decode.paths(part.tree, s.path, s.params) if part.tree else [s.path]
+        if not deciding:
+            return []
+        logits = step.forward.logits[np.concatenate(rows)]
+        choices = sampling.choose(logits, np.concatenate(positions), params, paths)
         accepted = []
-        for sequence, tree, at in groups:
-            if tree is None:
-                walk, logit_rows = Walk([], [int(choices[at])]), [at]
-            else:
-                walk = spec_decode.walk(tree, choices[at : at + len(tree)])
-                logit_rows = [at + r for r in walk.rows]
-            accepted.append((sequence, walk, logit_rows))
+        for part, where in zip(deciding, rows, strict=True):
+            mine, choices = choices[: len(where)], choices[len(where) :]
+            walk = spec_decode.walk(part.tree, mine) if part.tree else Walk([], [int(mine[0])])
+            accepted.append(Accepted(part, walk, [where[node] for node in walk.rows or [0]]))
         return accepted
 
-    def commit(self, rows: Step, forward, accepted) -> list[Sequence]:
-        """Move accepted rows into the cache, extend drafter and text, end what has ended."""
-        moved = [(s, list(range(row, row + n))) for s, row, n in rows.chunks]
-        first_rows = {id(s): row for s, _, row in rows.trees}
-        changed = []
-        for sequence, walk, logit_rows in accepted:
-            kept = self.emit(sequence, walk.tokens, forward.logits, logit_rows)
-            if walk.rows:
+    def commit(self, step: Step, accepted: list[Accepted]) -> list[Sequence]:
+        """Extend texts, move accepted rows into the cache, end what has ended."""
+        moved = []
+        for part in step.parts:
+            if part.tree is None:
+                if part.sequence.echo:
+                    self.score(part.sequence, step.forward.logits[part.logits])
+                moved.append((part.sequence, list(range(part.rows.start, part.rows.stop))))
+        for a in accepted:
+            sequence = a.part.sequence
+            taken = sequence.emit(a.walk.tokens, step.forward.logits[a.logit_rows])
+            if a.part.tree is not None:
                 sequence.steps += 1
-                first = first_rows[id(sequence)]
-                moved.append((sequence, [first + r for r in walk.rows[:kept]]))
-            changed.append(sequence)
-        self.store(moved, rows.batch, forward.taps)
+                if sequence.keep_rounds:
+                    sequence.rounds.append(Round(a.part.tree, a.walk))
+                moved.append((sequence, [a.part.rows.start + n for n in a.walk.rows[:taken]]))
+        self.store([(s, rows) for s, rows in moved if rows], step.batch, step.forward.taps)
+        changed = [a.part.sequence for a in accepted]
         for sequence in changed:
-            if sequence.finish_reason:
+            if sequence.finish_reason is not None:
                 self.retire(sequence)
         return changed
 
     def store(self, moved, batch: Batch, taps) -> None:
         """Commit rows of several sequences: target entries, then the drafter's context."""
-        taken, pages, places = [], [], []
+        pages, places = [], []
         for sequence, rows in moved:
-            if not rows:
-                continue
-            begin = int(self.cache.lengths[sequence.slot])
+            begin = self.committed(sequence)
             self.cache.commit(sequence.slot, rows)
             page, place = self.cache.slots_of(sequence.slot, begin, begin + len(rows))
-            taken += rows
             pages.append(page)
             places.append(place)
-        if self.drafter is not None and taken:
+        if self.drafter is not None and moved:
+            rows = [row for _, some in moved for row in some]
             self.drafter.extend(
-                taps[taken],
-                batch.positions[taken],
+                self.ops.take_rows(taps, rows),
+                batch.positions[rows],
                 np.concatenate(pages),
                 np.concatenate(places),
                 self.cache,
             )
+        for sequence, _ in moved:
+            self.cache.remember(sequence.slot, sequence.tokens)
 
-    def emit(self, sequence: Sequence, tokens: list[int], logits, logit_rows) -> int:
-        """Add a step's tokens to the text, up to whatever ends it; returns how many are kept."""
-        if not sequence.first_token:
-            sequence.first_token = time.perf_counter()
-        failed = tokens[-1] == sampling.NO_TOKEN
-        finish = sequence.rule.finish(tokens[:-1] if failed else tokens, len(sequence.emitted))
-        reason = "error" if failed and finish.reason is None else finish.reason
-        kept, piece = 0, ""
-        for token in tokens[: finish.keep]:
-            # One at a time: a stop string ends the text at the token that completes it, as it would
-            # if each token came in a step of its own.
-            kept += 1
-            sequence.tokens.append(token)
-            if sequence.params.needs_path:
-                sequence.path = sequence.path.then(token)
-            piece += sequence.read([token])
-            if sequence.scanner.matched is not None:
-                reason = "stop"
-                break
-        if sequence.keep_logits:
-            sequence.logits += [logits[r].copy() for r in logit_rows[:kept]]
-        if reason is not None:
-            piece += sequence.read_rest()
-        if reason == "error":
-            sequence.error = "the model's logits are not finite; this request was ended"
-        if piece:
-            sequence.pieces.append(piece)
-        sequence.finish_reason = reason
-        return kept
+    def committed(self, sequence: Sequence) -> int:
+        """Tokens of the sequence that are in the cache."""
+        return int(self.cache.lengths[sequence.slot])
+
+    def score(self, sequence: Sequence, logits: np.ndarray) -> None:
+        """Log-probabilities of the prompt tokens that follow these rows of the prompt."""
+        done = self.committed(sequence)
+        following = np.asarray(sequence.prompt[done + 1 : done + 1 + len(logits)])
+        if len(following):
+            scored = sampling.log_softmax_top(logits[: len(following)], following, 0)
+            sequence.prompt_logprobs.append(scored.chosen)
 
     def retire(self, sequence: Sequence) -> None:
-        """Give back what an ended sequence held."""
+        """Give back what an ended or cancelled sequence held."""
         sequence.finished = time.perf_counter()
         if sequence.slot >= 0:
             self.cache.free(sequence.slot)
             sequence.slot = -1
             self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
 
     # -- requests
 
@@ -391,86 +338,106 @@ class Engine:
         *,
         id: object = None,
         keep_logits: bool = False,
+        keep_rounds: bool = False,
+        echo: bool = False,
     ) -> Sequence:
-        """Check a request and put it in line. Raises UserError; then nothing has changed."""
+        """Check a request and put it in line. Raises UserError; then nothing has changed.
+
+        prompt  text, or token ids;  params  default: what the config's decode section asks for
+        keep_logits, keep_rounds, echo  what the Result is to hold beside text and ids
+        """
         params = params or default_params(self.settings)
         params.validate(self.dims.vocab_size)
+        params = params if params.greedy else params.with_seed()
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        limit = self.limit(ids, params)
+        rule = dataclasses.replace(StopRule.of(params, self.eos_ids), max_tokens=limit)
+        options = dict(keep_logits=keep_logits, keep_rounds=keep_rounds, echo=echo)
+        with self.lock:
+            self.arrivals += 1
+            sequence = Sequence.start(
+                ids, params, rule, self.arrivals, self.tokenizer, id=id, **options
+            )
+            self.waiting.append(sequence)
+        return sequence
+
+    def limit(self, ids: list[int], params: SamplingParams) -> int:
+        """Tokens that the request may emit; UserError where none, or where it can never fit."""
         if not ids:
             raise UserError("prompt: expected at least one token, got none; give some text")
+        top = self.dims.vocab_size - 1
         for token in ids:
-            if not 0 <= token < self.dims.vocab_size:
-                raise UserError(
-                    f"prompt: token id {token} is outside the vocabulary, 0 to "
-                    f"{self.dims.vocab_size - 1}"
-                )
-        room = self.settings.decode.context - len(ids)
-        if room < 1:
+            if not 0 <= token <= top:
+                raise UserError(f"prompt: token id {token} is outside the vocabulary, 0 to {top}")
+        context = self.settings.decode.context
+        if len(ids) >= context:
             raise UserError(
-                f"prompt: {len(ids)} tokens do not fit; decode.context is "
-                f"{self.settings.decode.context} and one must be left to emit; shorten the prompt "
-                "or raise --context"
+                f"prompt: {len(ids)} tokens do not fit; decode.context is {context} and one must be "
+                "left to emit; shorten the prompt or raise --context"
             )
-        params = params if params.greedy else params.with_seed()
-        limit = min(params.max_tokens or room, room)
-        rule = dataclasses.replace(StopRule.of(params, self.eos_ids), max_tokens=limit)
-        sequence = Sequence(
-            id=id,
-            prompt=ids,
-            params=params,
-            rule=rule,
-            tokens=list(ids),
-            path=sampling.Path.start(ids, rule.stop_ids),
-            keep_logits=keep_logits,
-            decoder=IncrementalDecoder(self.tokenizer) if self.tokenizer else None,
-            scanner=StopScanner(params.stop),
-            submitted=time.perf_counter(),
-        )
-        self.waiting.append(sequence)
-        return sequence
+        limit = min(params.max_tokens or context, context - len(ids))
+        need = self.cache.pages_for(len(ids) + limit - 1)
+        if need > self.cache.n_pages:
+            raise UserError(
+                f"prompt: {len(ids)} tokens and {limit} more need {need} pages of "
+                f"{self.cache.leaf}, the cache has {self.cache.n_pages}; lower max_tokens or raise "
+                "decode.pages"
+            )
+        return limit
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; control strings in it are text like any other."""
+        return self.vocabulary().encode(text)
+
+    def encode_chat(self, messages: list[dict], thinking: bool = True) -> list[int]:
+        """Ids of a conversation, by the checkpoint's own template."""
+        return self.vocabulary().encode_chat(messages, thinking=thinking)
+
+    def vocabulary(self) -> Tokenizer:
         if self.tokenizer is None:
             raise UserError(
                 f"{self.settings.model.path}: has no tiktoken.model, so text cannot be read; give "
                 "prompts as token ids"
             )
-        return self.tokenizer.encode(text)
+        return self.tokenizer
 
-    def generate(self, prompts: Iterable, params=None, **options) -> list[Result]:
+    def cancel(self, sequence: Sequence) -> None:
+        """End a request now, keeping what it has emitted."""
+        with self.lock:
+            if sequence.finish_reason is None:
+                sequence.finish_reason = "cancelled"
+                self.retire(sequence)
+
+    def advance(self, sequence: Sequence) -> None:
+        """One step, unless another thread has meanwhile ended the sequence."""
+        with self.lock:
+            if sequence.finish_reason is None:
+                self.step()
+
+    def generate(
+        self, prompts: Iterable[str | list[int]], params: SamplingParams | None = None, **options
+    ) -> list[Result]:
         """Decode prompts (texts or id lists) together; results in the order of the prompts."""
-        sequences = [self.submit(p, params, **options) for p in prompts]
-        while any(s.finish_reason is None for s in sequences):
-            self.step()
-        return [self.result(s) for s in sequences]
+        sequences = [self.submit(prompt, params, **options) for prompt in prompts]
+        for sequence in sequences:
+            while sequence.finish_reason is None:
+                self.advance(sequence)
+        return [sequence.result() for sequence in sequences]
 
     def stream(self, sequence: Sequence) -> Iterator[str]:
-        """Pieces of a submitted request's text as they are accepted."""
+        """Pieces of a submitted request's text as they are accepted; ends with the request."""
         sent = 0
-        while True:
-            ended = sequence.finish_reason is not None
-            yield from sequence.pieces[sent:]
-            sent = len(sequence.pieces)
-            if ended:
-                return
-            self.step()
-
-    def result(self, sequence: Sequence) -> Result:
-        """The outcome of an ended request."""
-        return Result(
-            id=sequence.id,
-            text="".join(sequence.pieces),
-            token_ids=sequence.emitted,
-            finish_reason=sequence.finish_reason,
-            seed=sequence.params.seed,
-            prompt_tokens=len(sequence.prompt),
-            steps=sequence.steps,
-            prefill_s=sequence.first_token - sequence.submitted,
-            decode_s=sequence.finished - sequence.first_token,
-            error=sequence.error,
-            logits=np.stack(sequence.logits) if sequence.logits else None,
-        )
+        try:
+            while True:
+                ended = sequence.finish_reason is not None
+                pieces = sequence.pieces[sent:]
+                sent += len(pieces)
+                yield from pieces
+                if ended:
+                    return
+                self.advance(sequence)
+        finally:  # the reader may leave early; what it asked for then ends with it
+            self.cancel(sequence)
 
 
 def default_params(settings: config.Config) -> SamplingParams:
@@ -585,7 +552,7 @@ def answer(engine: Engine, prompt: str, arguments: argparse.Namespace) -> int:
     for piece in engine.stream(sequence):
         print(piece, end="", flush=True)
     print()
-    result = engine.result(sequence)
+    result = sequence.result()
     if arguments.logits:
         logits = result.logits
         if logits is None:
@@ -611,7 +578,7 @@ def prefill(engine: Engine, sequence: Sequence) -> None:
     bar = tqdm(total=total, unit="tok", desc="prefill", disable=not sys.stderr.isatty(), leave=False)
     with bar:
         while not sequence.first_token:
-            engine.step()
+            engine.advance(sequence)
             bar.update(int(engine.cache.lengths[sequence.slot]) - bar.n if sequence.slot >= 0 else 0)
 
 

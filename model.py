@@ -12,7 +12,7 @@ import numpy as np
 
 import config
 from cache import LatentCache
-from reference import softmax_scale
+from reference import softmax_scale, stack_of_one
 
 VOCABULARY_SHARDS = 8  # the loader pads embedding and head to as many equal shards
 
@@ -113,7 +113,7 @@ class Model:
             one = (mlp.shared_gate, mlp.shared_up, mlp.shared_down)
         else:
             one = (mlp.gate, mlp.up, mlp.down)
-        shared = None if one[0] is None else ops.prepare_mlp(*(m[None] for m in one), n)
+        shared = None if one[0] is None else ops.prepare_mlp(*map(stack_of_one, one), n)
         return _Layer(attention, ops.upload(w.post_norm), experts, shared, router, bias)
 
     @property

@@ -460,6 +460,8 @@ class ReferenceOps:
 
     def linear(self, x: np.ndarray, weight: TiledWeight) -> np.ndarray:
         """x [T, in] times weight [out, in] -> fp32 [T, out], in the leaf order of the table."""
+        if not len(x):
+            return np.empty((0, weight.out_features), np.float32)
         tiles = row_tiles(x)
         n, n_leaves = tiles.shape[0], weight.data.shape[0]
         if n_leaves == 1:
@@ -736,6 +738,13 @@ class ReferenceOps:
 
 def n_experts(weight) -> int:
     return len(weight.packed) if isinstance(weight, Int4Weight) else len(weight)
+
+
+def stack_of_one(weight):
+    """A matrix, dense or INT4, as a stack with one entry, without a copy."""
+    if isinstance(weight, Int4Weight):
+        return Int4Weight(weight.packed[None], weight.scales[None])
+    return weight[None]
 
 
 def expert(weight, e: int):

@@ -37,7 +37,11 @@ class Tree:
 
 @dataclass(frozen=True)
 class Walk:
-    """rows: accepted nodes from the root on, tree indices;  tokens: emitted, the last is the bonus."""
+    """The way through a tree.
+
+    rows    accepted nodes from the root on, as indices of the tree
+    tokens  what is emitted, one a row; the last is the bonus
+    """
 
     rows: list[int]
     tokens: list[int]
@@ -53,40 +57,47 @@ def build_tree(root: int, ids: np.ndarray, log_probs: np.ndarray, budget: int) -
     """
     depth_limit, width = ids.shape
     tokens, parents, depths, scores = [int(root)], [-1], [0], [np.float32(0)]
-    taken: set[tuple[int, int]] = set()  # (parent node, rank of the candidate)
     heap: list[tuple] = []
 
-    def offer(parent: int, rank: int) -> None:
-        depth = depths[parent]
-        if depth == depth_limit or rank == width:
-            return
-        log_prob = np.float32(log_probs[depth, rank])
-        if log_prob > -np.inf:
-            score = np.float32(scores[parent] + log_prob)
-            token = int(ids[depth, rank])
-            heapq.heappush(heap, (-score, depth + 1, parent, token, rank))
+    def score_of(parent: int, rank: int) -> np.float32:
+        if rank == width or not log_probs[depths[parent], rank] > -np.inf:
+            return np.float32(-np.inf)
+        return np.float32(scores[parent] + np.float32(log_probs[depths[parent], rank]))
 
-    def add(parent: int, rank: int, score: np.float32) -> int:
-        taken.add((parent, rank))
+    def offer(parent: int, rank: int) -> None:
+        """Put a candidate on the heap, with those after it whose score rounds to the same."""
+        if depths[parent] == depth_limit:
+            return
+        score = score_of(parent, rank)
+        while score > -np.inf:
+            following = score_of(parent, rank + 1)
+            more = bool(following == score)
+            token = int(ids[depths[parent], rank])
+            heapq.heappush(heap, (-score, depths[parent] + 1, parent, token, rank, more))
+            if not more:
+                return
+            rank += 1
+
+    def add(parent: int, rank: int) -> int:
+        scores.append(score_of(parent, rank))
         tokens.append(int(ids[depths[parent], rank]))
         parents.append(parent)
         depths.append(depths[parent] + 1)
-        scores.append(score)
         return len(tokens) - 1
 
-    if budget > depth_limit:
-        node = 0
-        while node < depth_limit and log_probs[node, 0] > -np.inf:
-            node = add(node, 0, np.float32(scores[node] + np.float32(log_probs[node, 0])))
-    for node in range(len(tokens)):
-        # A node's candidates enter one at a time, each bringing its next sibling: enough for
-        # best-first, because ranks are in order of probability.
-        offer(node, 1 if (node, 0) in taken else 0)
+    best = log_probs[:, 0] > -np.inf
+    path = int(np.argmin(best)) if not best.all() else depth_limit
+    seeded = path if budget > path else 0
+    for node in range(seeded):
+        add(node, 0)
+    for node in range(seeded + 1):
+        offer(node, 1 if node < seeded else 0)
     while heap and len(tokens) < budget:
-        negative, _, parent, _, rank = heapq.heappop(heap)
-        offer(parent, rank + 1)
-        node = add(parent, rank, np.float32(-negative))
-        offer(node, 0)
+        _, _, parent, _, rank, more = heapq.heappop(heap)
+        if not more:
+            # Ranks are in order of probability, so the next sibling need not be there before.
+            offer(parent, rank + 1)
+        offer(add(parent, rank), 0)
     return Tree(
         np.array(tokens, np.int32),
         np.array(parents, np.int32),
@@ -131,13 +142,13 @@ def concatenate(parts: list[Batch]) -> Batch:
     return Batch(*(np.concatenate(field) for field in fields))
 
 
-def path_of(tree: Tree, node: int) -> list[int]:
-    """Tokens from the root's first child down to `node`, the root left out."""
-    tokens = []
-    while node > 0:
-        tokens.append(int(tree.token_ids[node]))
-        node = int(tree.parent[node])
-    return tokens[::-1]
+def paths(tree: Tree, path: sampling.Path, params: sampling.SamplingParams) -> list[sampling.Path]:
+    """For each node the path that its own choice sees: the request's, its ancestors, itself."""
+    out = [path] * len(tree)
+    if params.needs_path:
+        for node in range(1, len(tree)):
+            out[node] = out[tree.parent[node]].then(int(tree.token_ids[node]))
+    return out
 
 
 def walk(tree: Tree, choices: np.ndarray) -> Walk:
