@@ -19,9 +19,18 @@ from spec_decode import Speculator, Tree, build_tree, chain, single, tree_rows, 
 ROOT = 7
 
 
+def path_of(tree, node: int) -> list[int]:
+    """Tokens from the root's first child down to `node`, the root left out."""
+    tokens = []
+    while node > 0:
+        tokens.append(int(tree.token_ids[node]))
+        node = int(tree.parent[node])
+    return tokens[::-1]
+
+
 def nodes_of(tree: Tree) -> list[tuple[int, ...]]:
     """Every node by its path from the root, in tree order."""
-    return [tuple(spec_decode.path_of(tree, i)) for i in range(len(tree))]
+    return [tuple(path_of(tree, i)) for i in range(len(tree))]
 
 
 def argmax_path(log_probs: np.ndarray) -> int:
