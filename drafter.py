@@ -1,8 +1,8 @@
 """DFlash drafter: one forward pass gives a distribution for every position of a block.
 
-The block is (root, mask, mask, …): the last committed token and block_size - 1 masks. Its context is
-not text but the target's own layer outputs (taps), projected once per committed token and kept as
-keys and values; nothing of the noise block is kept. Source: the published `DFlashDraftModel`.
+The block is (root, mask, mask, …): the last committed token and block_size - 1 masks. Its context
+is not text but the target's own layer outputs (taps), projected once per committed token and kept
+as keys and values; nothing of the noise block is kept. Source: the published `DFlashDraftModel`.
 """
 
 from __future__ import annotations

@@ -1,28 +1,23 @@
-"""The command line and the step loop: schedule, draft, verify, accept, commit.
+"""The step loop: schedule, draft, verify, accept, commit. `Engine` is also the library.
 
-    python engine.py --config nano.yaml --prompt "def fibonacci(n):"
+python engine.py --config nano.yaml --prompt "def fibonacci(n):"
 
-`Engine` is also the library: load once, then `generate` or `stream`.
+engine = Engine(config.load("nano.yaml"))
+[result] = engine.generate(["def fibonacci(n):"])
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import logging
 import os
-import statistics
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 import config
 import loader
@@ -33,7 +28,7 @@ from config import UserError
 from drafter import Drafter
 from model import Batch, Forward, Model
 from reference import ReferenceOps
-from request import Line, Result, Round, Sequence, parse_line
+from request import Result, Round, Sequence
 from sampling import SamplingParams, StopRule
 from spec_decode import Speculator, Tree, Walk
 from tokenizer import Tokenizer
@@ -98,7 +93,7 @@ class Engine:
                 source=str(draft_checkpoint.directory / "config.json"),
             )
         self.settings = settings = config.validate(settings, self.dims, draft_dims)
-        # A checkpoint without a vocabulary still decodes ids; one with a broken vocabulary does not.
+        # A checkpoint without a vocabulary still decodes ids; one with a broken one does not.
         self.tokenizer = None
         if (checkpoint.directory / "tiktoken.model").exists():
             self.tokenizer = Tokenizer(checkpoint.directory, self.dims.vocab_size)
@@ -237,7 +232,13 @@ class Engine:
             ids = sequence.tokens[done : done + n]
             ends = not sequence.n_emitted and done + n == len(sequence.prompt)
             decided = range(0 if sequence.echo else n - 1, n) if ends or sequence.echo else ()
-            add(sequence, None, spec_decode.prompt_rows(ids, sequence.slot, done, row), decided, ends)
+            add(
+                sequence,
+                None,
+                spec_decode.prompt_rows(ids, sequence.slot, done, row),
+                decided,
+                ends,
+            )
         batch = spec_decode.concatenate(batches)
         forward = self.model.forward(batch, self.cache, np.asarray(logit_rows, np.int32))
         return Step(batch, parts, forward)
@@ -372,8 +373,8 @@ class Engine:
         context = self.settings.decode.context
         if len(ids) >= context:
             raise UserError(
-                f"prompt: {len(ids)} tokens do not fit; decode.context is {context} and one must be "
-                "left to emit; shorten the prompt or raise --context"
+                f"prompt: {len(ids)} tokens do not fit; decode.context is {context} and one "
+                "must be left to emit; shorten the prompt or raise --context"
             )
         limit = min(params.max_tokens or context, context - len(ids))
         need = self.cache.pages_for(len(ids) + limit - 1)
@@ -464,182 +465,11 @@ def make_ops(device: str, settings: config.Config, dims: config.Model):
     return ReferenceOps(settings.kernels.activation, unpack=unpack)
 
 
-# ---- the command line --------------------------------------------------------------------------
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="engine.py",
-        description="Decode text with Kimi K2.6 or a model of its shape, by draft trees: the same "
-        "tokens and the same logit bits as plain decoding, in fewer steps.",
-        epilog="Tokens are counted as emitted: the first is the prefill's, the others the verify "
-        "steps'. A stop id ends the text; it shows as finish_reason and is not in token_ids.",
-    )
-    add = parser.add_argument
-    add("--config", default="nano.yaml", help="YAML file, also looked for in configs/ (%(default)s)")
-    add("--model", metavar="DIR", help="checkpoint directory, instead of the config's model.path")
-    add("--tp", type=int, metavar="N", help="tensor-parallel ranks, instead of tp.size")
-    add("--prompt", metavar="TEXT", help="the text to continue; else ask for it, or standard input")
-    add("--mode", choices=MODES, help="plain decoding, a draft chain, or a draft tree")
-    add("--budget", type=int, metavar="N", help="nodes of a tree, root included")
-    add("--context", type=int, metavar="N", help="positions, prompt included")
-    add("--max-tokens", type=int, metavar="N", help="emit at most so many tokens")
-    add("--temperature", type=float, metavar="T", help="0: greedy")
-    add("--top-p", type=float, metavar="P", help="above 0, at most 1 (1: off)")
-    add("--top-k", type=int, metavar="K", help="0 or -1: off")
-    add("--seed", type=int, metavar="S", help="of sampling; a fresh one is taken and reported")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--json", action="store_true", help="end with one line: a JSON object of text and figures")
-    add("--logits", metavar="FILE.npz", help="save token_ids and the logits of every emitted token")
-    add("--compare", action="store_true", help="run ar, chain and tree in turns: a Markdown table")
-    add("--repeats", type=int, default=5, metavar="N", help="of --compare (%(default)s)")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, 1 (the request failed), 2 (user error)."""
-    arguments = parse_arguments(argv)
-    logging.basicConfig(format="%(message)s", stream=sys.stderr, level=logging.INFO)
-    try:
-        return run(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of our output has gone
-        sys.stderr.close()
-        return 141
+    """The command line (commands.py), under the name that people type."""
+    import commands  # here, because it stands on this module
 
-
-def run(arguments: argparse.Namespace) -> int:
-    if arguments.repeats < 1:
-        raise UserError(f"--repeats: expected at least 1, got {arguments.repeats}")
-    names = ("tp", "mode", "budget", "context", "max_tokens", "temperature", "top_p", "top_k", "seed")
-    overrides = {name: getattr(arguments, name) for name in names}
-    settings = config.load(arguments.config, model_path=arguments.model, **overrides)
-    if arguments.logits and not Path(arguments.logits).absolute().parent.is_dir():
-        raise UserError(f"--logits {arguments.logits}: its directory does not exist")
-    engine = Engine(settings, arguments.device, progress=sys.stderr.isatty())
-    if arguments.prompt is None and sys.stdin.isatty():
-        return converse(engine, arguments)
-    prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
-    if arguments.compare:
-        return compare(engine, prompt, arguments.repeats)
-    return answer(engine, prompt, arguments)
-
-
-def converse(engine: Engine, arguments: argparse.Namespace) -> int:
-    """Ask for prompts on a terminal until the end of input."""
-    while True:
-        try:
-            prompt = input("prompt> ")
-        except EOFError:
-            print()
-            return 0
-        if prompt:
-            try:
-                answer(engine, prompt, arguments)
-            except UserError as error:
-                print(f"error: {error}", file=sys.stderr)
-
-
-def answer(engine: Engine, prompt: str, arguments: argparse.Namespace) -> int:
-    """Stream one continuation; then the figures, on standard error or as JSON."""
-    sequence = engine.submit(prompt, keep_logits=bool(arguments.logits))
-    prefill(engine, sequence)
-    for piece in engine.stream(sequence):
-        print(piece, end="", flush=True)
-    print()
-    result = sequence.result()
-    if arguments.logits:
-        logits = result.logits
-        if logits is None:
-            logits = np.zeros((0, engine.dims.vocab_size), np.float32)
-        np.savez(arguments.logits, token_ids=np.asarray(result.token_ids, np.int32), logits=logits)
-    if arguments.json:
-        print(json.dumps(summary(engine, result), ensure_ascii=False))
-    else:
-        seed = "" if result.seed is None else f", seed {result.seed}"
-        print(
-            f"[{len(result.token_ids)} tokens, {result.tok_per_s:.1f} tok/s, acceptance length "
-            f"{result.acceptance_length:.2f}, {result.finish_reason}, {engine.mode}{seed}]",
-            file=sys.stderr,
-        )
-    if result.error:
-        print(f"error: {result.error}", file=sys.stderr)
-    return 1 if result.error else 0
-
-
-def prefill(engine: Engine, sequence: Sequence) -> None:
-    """Take in the prompt, with a bar on a terminal."""
-    total = len(sequence.prompt)
-    bar = tqdm(total=total, unit="tok", desc="prefill", disable=not sys.stderr.isatty(), leave=False)
-    with bar:
-        while not sequence.first_token:
-            engine.advance(sequence)
-            bar.update(int(engine.cache.lengths[sequence.slot]) - bar.n if sequence.slot >= 0 else 0)
-
-
-def summary(engine: Engine, result: Result) -> dict:
-    """The object that --json prints."""
-    return {
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "finish_reason": result.finish_reason,
-        "mode": engine.mode,
-        "device": engine.ops.name,
-        "seed": result.seed,
-        "prompt_tokens": result.prompt_tokens,
-        "tokens": len(result.token_ids),
-        "steps": result.steps,
-        "acceptance_length": round(result.acceptance_length, 4),
-        "prefill_s": round(result.prefill_s, 6),
-        "decode_s": round(result.decode_s, 6),
-        "tok_per_s": round(result.tok_per_s, 3),
-        **({"error": result.error} if result.error else {}),
-    }
-
-
-def compare(engine: Engine, prompt: str, repeats: int) -> int:
-    """AR, chain and tree on one prompt, in turns: medians, and whether ids and bits are equal."""
-    budget = engine.settings.draft.budget
-    modes = MODES if engine.drafter is not None else MODES[:1]
-    params = default_params(engine.settings)
-    params = params if params.greedy else params.with_seed()
-    runs: dict[str, list[Result]] = {mode: [] for mode in modes}
-    turns = [(r, mode) for r in range(repeats + 1) for mode in modes]
-    for turn, mode in tqdm(turns, desc="compare", disable=not sys.stderr.isatty(), leave=False):
-        engine.use(mode, budget)
-        [result] = engine.generate([prompt], params, keep_logits=True)
-        if result.error:
-            raise UserError(result.error)
-        if turn:  # the first turn warms caches up
-            runs[mode].append(result)
-    plain = runs["ar"][0]
-    speed = {m: statistics.median(r.tok_per_s for r in runs[m]) for m in modes}
-    print("| mode | tok/s | acceptance length | steps | ratio | identical |")
-    print("|---|---|---|---|---|---|")
-    same_everywhere = True
-    for mode in modes:
-        same = all(same_output(plain, r) for r in runs[mode])
-        same_everywhere &= same
-        name = f"tree, {budget} nodes" if mode == "tree" else mode
-        ratio = speed[mode] / speed["ar"] if speed["ar"] else 0.0
-        r = runs[mode][0]
-        print(
-            f"| {name} | {speed[mode]:.1f} | {r.acceptance_length:.2f} | {r.steps} "
-            f"| {ratio:.2f} | {'yes' if same else 'NO'} |"
-        )
-    return 0 if same_everywhere else 1
-
-
-def same_output(a: Result, b: Result) -> bool:
-    """Equal ids and equal logit bits."""
-    if a.token_ids != b.token_ids or (a.logits is None) != (b.logits is None):
-        return False
-    return a.logits is None or np.array_equal(a.logits.view(np.int32), b.logits.view(np.int32))
+    return commands.main(argv)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The layer stack of a DeepSeek-V3-shaped model: `forward(batch, cache) -> logits, taps`.
 
-Written once for every backend: the operations come in as `ops` (reference.py or ops.py), the weights
-as the loader read them. A prompt's rows, a decoded token and the nodes of a tree are all just rows.
+Written once for every backend: the operations come in as `ops` (reference.py or ops.py), the
+weights as the loader read them. A prompt's rows, a decoded token and the nodes of a tree are all
+just rows.
 """
 
 from __future__ import annotations

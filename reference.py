@@ -97,7 +97,7 @@ def unpack_int4(packed: np.ndarray) -> np.ndarray:
 
 
 def dequantise_int4(weight: Int4Weight) -> np.ndarray:
-    """float32 [..., out, in]. Exact: a 4-bit code times a scale of at most 24 bits, rounded once."""
+    """float32 [..., out, in]: exact with bf16 scales, rounded once with float32 ones."""
     codes = unpack_int4(weight.packed).astype(np.float32)
     grouped = codes.reshape(*weight.scales.shape, weight.group_size)
     return (grouped * weight.scales.astype(np.float32)[..., None]).reshape(codes.shape)
@@ -114,7 +114,7 @@ def to_float32(weight) -> np.ndarray:
 
 
 def column_tile(width: int) -> int:
-    """Columns of one product for a shard of `width` columns: 64, 96 or 128, whichever pads least."""
+    """Columns of one product for a shard of `width`: 64, 96 or 128, whichever pads least."""
     if width <= 128:
         return -(-width // 16) * 16
     return min((64, 96, 128), key=lambda tile: (-(-width // tile) * tile, tile))
@@ -172,7 +172,7 @@ class MlpWeight:
 
 
 def tile_columns(weight: np.ndarray, shards: int, n_leaves: int, row_cut: bool) -> TiledWeight:
-    """[out, in] float32 to a `TiledWeight`; `shards` cuts the columns, `n_leaves` the sum over K."""
+    """[out, in] float32 to tiles; `shards` cuts the columns, `n_leaves` the sum over K."""
     out_features, in_features = weight.shape
     width = out_features // shards
     tile = column_tile(width)
@@ -485,9 +485,9 @@ class ReferenceOps:
         """cos and sin, fp32 [positions, dim / 2] (see `rope_frequencies`)."""
         inverse, amplitude = rope_frequencies(rope, dim)
         angles = np.arange(positions)[:, None] * inverse
-        return (np.cos(angles) * amplitude).astype(np.float32), (
-            np.sin(angles) * amplitude
-        ).astype(np.float32)
+        return (np.cos(angles) * amplitude).astype(np.float32), (np.sin(angles) * amplitude).astype(
+            np.float32
+        )
 
     def rope_halves(self, x, cos, sin, positions) -> np.ndarray:
         """The drafter's rotation of x [T, H, d]: component i pairs with i + d / 2. Rounded."""
@@ -507,9 +507,9 @@ class ReferenceOps:
     def latent_query(self, q, key, cos, sin, positions) -> np.ndarray:
         """q [T, H, nope + rope], key [H, nope, latent] -> [T, H, latent + rope], rounded.
 
-        The nope part is absorbed: its product with a key becomes one with the latent entry. The rope
-        part holds interleaved pairs (x0, x1), (x2, x3) …; it is de-interleaved, then rotated in
-        halves. `latent_entry` does the same to the key, so their product is unchanged.
+        The nope part is absorbed: its product with a key becomes one with the latent entry. The
+        rope part holds interleaved pairs (x0, x1), (x2, x3) …; it is de-interleaved, then rotated
+        in halves. `latent_entry` does the same to the key, so their product is unchanged.
         """
         nope = key.shape[1]
         pairs = q[..., nope:]
@@ -893,8 +893,7 @@ def self_check() -> None:
             keep = np.roll(np.arange(ROW_TILE) >= shift // 2, -shift)
             if not np.array_equal(z[keep].view(np.int32), y[keep].view(np.int32)):
                 raise UserError(
-                    f"NumPy's BLAS: a row of a [{ROW_TILE}, {k}] x [{k}, {columns}] product changes "
-                    "with its place, so exact decoding is not possible with it; install a NumPy "
-                    "built on OpenBLAS"
+                    f"NumPy's BLAS: a row of a [{ROW_TILE}, {k}] x [{k}, {columns}] product "
+                    "changes with its place, so exact decoding is not possible with it; install a "
+                    "NumPy built on OpenBLAS"
                 )
-

@@ -53,7 +53,7 @@ def build_tree(root: int, ids: np.ndarray, log_probs: np.ndarray, budget: int) -
     ids, log_probs  [positions, k]  candidates of each depth, most probable first, ids distinct
     Best-first: higher score, then smaller depth, then the parent's order, then the lower id (R4).
     Where the budget holds the whole most-probable path, that path is in the tree first: a step then
-    accepts no less than the chain would. Candidates of probability zero (-inf) and NaN are left out.
+    accepts no less than the chain would. Candidates of probability 0 (-inf) and NaN are left out.
     """
     depth_limit, width = ids.shape
     tokens, parents, depths, scores = [int(root)], [-1], [0], [np.float32(0)]
@@ -202,7 +202,7 @@ class Speculator:
         return trees
 
     def candidates(self, logits, first_position: int, params) -> tuple[np.ndarray, np.ndarray]:
-        """Draft logits [D, V] of the tokens at `first_position` … -> ids and log-probabilities."""
+        """Draft logits [D, V] of positions from `first_position` on -> ids, log-probabilities."""
         width = 1 if self.mode == "chain" else self.budget
         if not params.greedy:
             positions = range(first_position, first_position + len(logits))

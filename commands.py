@@ -1,0 +1,440 @@
+"""The command line: its arguments, and what each command does with an engine."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+import config
+from config import UserError
+from engine import MODES, Engine, default_params
+from request import Result, Sequence, parse_line, read_controls
+from sampling import SamplingParams
+
+OVERRIDES = (
+    "tp",
+    "mode",
+    "budget",
+    "context",
+    "batch",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+)
+CONTROLS = (
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop",
+    "min_tokens",
+    "ignore_eos",
+    "logprobs",
+)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="engine.py",
+        description="Decode text with Kimi K2.6 or a model of its shape, by draft trees: the same "
+        "tokens and the same logit bits as plain decoding, in fewer steps.",
+        epilog="Tokens are counted as emitted: the first is the prefill's, the others the verify "
+        "steps'. A stop id ends the text; it shows as finish_reason and is not in token_ids.",
+    )
+    add = parser.add_argument
+    add(
+        "--config", default="nano.yaml", help="YAML file, also looked for in configs/ (%(default)s)"
+    )
+    add("--model", metavar="DIR", help="checkpoint directory, instead of the config's model.path")
+    add("--tp", type=int, metavar="N", help="tensor-parallel ranks, instead of tp.size")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--mode", choices=MODES, help="plain decoding, a draft chain, or a draft tree")
+    add("--budget", type=int, metavar="N", help="nodes of a tree, root included")
+    add("--context", type=int, metavar="N", help="positions, prompt included")
+    add("--batch", type=int, metavar="N", help="sequences decoded together")
+
+    what = parser.add_argument_group("what to do (else: ask for prompts, or read standard input)")
+    add = what.add_argument
+    add("--prompt", metavar="TEXT", help="the text to continue")
+    add(
+        "--prompts",
+        metavar="FILE.jsonl",
+        help="one request a line: prompt, prompt_ids or messages,"
+        " id, and the controls below by their names; results as JSON lines as they end",
+    )
+    add(
+        "--chat",
+        action="store_true",
+        help="converse by the checkpoint's chat template; with --prompt, one turn",
+    )
+    add("--instant", action="store_true", help="with --chat: answer without thinking")
+    add("--system", metavar="TEXT", help="with --chat: the system prompt")
+    add("--score", metavar="FILE", help="perplexity and bits per byte of a text")
+    add("--compare", action="store_true", help="run ar, chain and tree in turns: a Markdown table")
+    add("--repeats", type=int, default=5, metavar="N", help="of --compare (%(default)s)")
+
+    controls = parser.add_argument_group("controls of sampling and of the end")
+    add = controls.add_argument
+    add("--max-tokens", type=int, metavar="N", help="emit at most so many tokens")
+    add("--min-tokens", type=int, metavar="N", help="do not end before so many")
+    add("--temperature", type=float, metavar="T", help="0: greedy")
+    add("--top-p", type=float, metavar="P", help="above 0, at most 1 (1: off)")
+    add("--top-k", type=int, metavar="K", help="0 or -1: off")
+    add("--min-p", type=float, metavar="P", help="0 to 1 (0: off)")
+    add("--seed", type=int, metavar="S", help="of sampling; a fresh one is taken and reported")
+    add("--frequency-penalty", type=float, metavar="F", help="-2 to 2 (0: off)")
+    add("--presence-penalty", type=float, metavar="F", help="-2 to 2 (0: off)")
+    add("--repetition-penalty", type=float, metavar="F", help="0.01 to 100 (1: off)")
+    add("--logit-bias", action="append", metavar="ID=BIAS", help="-100 to 100; may be repeated")
+    add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    add("--ignore-eos", action="store_true", default=None, help="do not end at the model's end ids")
+
+    out = parser.add_argument_group("output")
+    add = out.add_argument
+    add("--json", action="store_true", help="end with one line: a JSON object of text and figures")
+    add(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="log-probability of each token and the N likeliest",
+    )
+    add("--logits", metavar="FILE.npz", help="save token_ids and the logits of every emitted token")
+    add("--trace", metavar="FILE.svg|html", help="draw the trees of the generation")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; the exit code is 0, 1 (a request failed) or 2 (a user's mistake)."""
+    arguments = parse_arguments(argv)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr, level=logging.INFO)
+    try:
+        return run(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone
+        sys.stderr.close()
+        return 141
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check what can be checked without the model, load it, and do what was asked."""
+    check(arguments)
+    overrides = {name: getattr(arguments, name) for name in OVERRIDES}
+    settings = config.load(arguments.config, model_path=arguments.model, **overrides)
+    params = asked_params(arguments, settings)
+    engine = Engine(settings, arguments.device, progress=sys.stderr.isatty())
+    params.validate(engine.dims.vocab_size)
+    if arguments.prompts:
+        return many(engine, Path(arguments.prompts), params)
+    if arguments.score:
+        return score(engine, Path(arguments.score))
+    if arguments.prompt is None and sys.stdin.isatty():
+        return converse(engine, params, arguments)
+    prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
+    if arguments.chat:
+        turn = opening(arguments) + [{"role": "user", "content": prompt}]
+        prompt = engine.encode_chat(turn, thinking=not arguments.instant)
+    if arguments.compare:
+        return compare(engine, prompt, params, arguments.repeats)
+    return 1 if answer(engine, prompt, params, arguments).error else 0
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot work before anything is loaded."""
+    if arguments.repeats < 1:
+        raise UserError(f"--repeats: expected at least 1, got {arguments.repeats}")
+    commands = ("prompts", "score", "compare", "chat")
+    given = [f"--{name}" for name in commands if getattr(arguments, name)]
+    if len(given) > 1 and given != ["--compare", "--chat"]:
+        raise UserError(f"{' and '.join(given)}: expected one of them")
+    for name in ("logits", "trace"):
+        file = getattr(arguments, name)
+        if file and not Path(file).absolute().parent.is_dir():
+            raise UserError(f"--{name} {file}: its directory does not exist")
+    for name in ("prompts", "score"):
+        file = getattr(arguments, name)
+        if file and not Path(file).is_file():
+            raise UserError(f"--{name} {file}: no such file")
+    if arguments.trace and Path(arguments.trace).suffix not in (".svg", ".html"):
+        raise UserError(f"--trace {arguments.trace}: expected a name ending in .svg or .html")
+
+
+def asked_params(arguments: argparse.Namespace, settings: config.Config) -> SamplingParams:
+    """The config's sampling, with the command line's controls."""
+    given = {k: v for k in CONTROLS if (v := getattr(arguments, k)) is not None}
+    if arguments.logit_bias:
+        pairs = [entry.partition("=") for entry in arguments.logit_bias]
+        try:
+            given["logit_bias"] = {int(i): float(bias) for i, _, bias in pairs}
+        except ValueError:
+            raise UserError(
+                f"--logit-bias: expected ID=BIAS, got {' '.join(arguments.logit_bias)}"
+            ) from None
+    return dataclasses.replace(default_params(settings), **read_controls(given))
+
+
+# ---- one text ----------------------------------------------------------------------------------
+
+
+def answer(engine: Engine, prompt, params: SamplingParams, arguments) -> Result:
+    """Stream one continuation; then the figures, on standard error or as JSON."""
+    sequence = engine.submit(
+        prompt,
+        params,
+        keep_logits=bool(arguments.logits),
+        keep_rounds=bool(arguments.trace),
+    )
+    prefill(engine, sequence)
+    for piece in engine.stream(sequence):
+        print(piece, end="", flush=True)
+    print()
+    result = sequence.result()
+    if arguments.logits:
+        save_logits(Path(arguments.logits), result, engine.dims.vocab_size)
+    if arguments.trace:
+        import trace
+
+        text = prompt if isinstance(prompt, str) else engine.tokenizer.decode(prompt)
+        trace.write(Path(arguments.trace), result, engine.tokenizer.token_text, text)
+    if arguments.json:
+        print(json.dumps(summary(engine, result), ensure_ascii=False), flush=True)
+    else:
+        print(f"[{figures(engine, result)}]", file=sys.stderr)
+    if result.error:
+        print(f"error: {result.error}", file=sys.stderr)
+    return result
+
+
+def prefill(engine: Engine, sequence: Sequence) -> None:
+    """Take in the prompt, with a bar on a terminal."""
+    total, quiet = len(sequence.prompt), not sys.stderr.isatty()
+    with tqdm(total=total, unit="tok", desc="prefill", disable=quiet, leave=False) as bar:
+        while not sequence.first_token:
+            engine.advance(sequence)
+            if sequence.slot >= 0:
+                bar.update(engine.committed(sequence) - bar.n)
+
+
+def save_logits(file: Path, result: Result, vocab_size: int) -> None:
+    logits = result.logits
+    if logits is None:
+        logits = np.zeros((0, vocab_size), np.float32)
+    np.savez(file, token_ids=np.asarray(result.token_ids, np.int32), logits=logits)
+
+
+def figures(engine: Engine, result: Result) -> str:
+    seed = "" if result.seed is None else f", seed {result.seed}"
+    return (
+        f"{len(result.token_ids)} tokens, {result.tok_per_s:.1f} tok/s, acceptance length "
+        f"{result.acceptance_length:.2f}, {result.finish_reason}, {engine.mode}{seed}"
+    )
+
+
+def summary(engine: Engine, result: Result) -> dict:
+    """The object that --json and a line of --prompts print."""
+    out = {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "mode": engine.mode,
+        "device": engine.ops.name,
+        "seed": result.seed,
+        "prompt_tokens": result.prompt_tokens,
+        "tokens": len(result.token_ids),
+        "steps": result.steps,
+        "acceptance_length": round(result.acceptance_length, 4),
+        "prefill_s": round(result.prefill_s, 6),
+        "decode_s": round(result.decode_s, 6),
+        "tok_per_s": round(result.tok_per_s, 3),
+    }
+    if result.logprobs is not None:
+        p = result.logprobs
+        out["logprobs"] = [
+            {
+                "logprob": round(float(c), 6),
+                "top": {int(k): round(float(v), 6) for k, v in zip(i, t, strict=True)},
+            }
+            for c, i, t in zip(p.chosen, p.top_ids, p.top, strict=True)
+        ]
+    if result.error:
+        out["error"] = result.error
+    return out
+
+
+# ---- conversations -----------------------------------------------------------------------------
+
+
+def opening(arguments: argparse.Namespace) -> list[dict]:
+    if arguments.system is None:
+        return []
+    return [{"role": "system", "content": arguments.system}]
+
+
+def converse(engine: Engine, params: SamplingParams, arguments: argparse.Namespace) -> int:
+    """Ask on a terminal until the end of input. A chat keeps its turns; their keys and values are
+    found again as a known prefix."""
+    messages = opening(arguments)
+    while True:
+        try:
+            said = input("you> " if arguments.chat else "prompt> ")
+        except EOFError:
+            print()
+            return 0
+        if not said:
+            continue
+        prompt, turn = said, messages + [{"role": "user", "content": said}]
+        try:
+            if arguments.chat:
+                prompt = engine.encode_chat(turn, thinking=not arguments.instant)
+            result = answer(engine, prompt, params, arguments)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        if arguments.chat:
+            messages = turn + [reply(result.text, thinking=not arguments.instant)]
+
+
+def reply(text: str, thinking: bool) -> dict:
+    """The assistant's turn as a message: its thoughts apart from what it says."""
+    thought, end, content = text.partition("</think>") if thinking else ("", "", text)
+    if thinking and not end:
+        thought, content = "", text
+    return {"role": "assistant", "content": content, "reasoning_content": thought}
+
+
+# ---- many prompts ------------------------------------------------------------------------------
+
+
+def many(engine: Engine, file: Path, defaults: SamplingParams) -> int:
+    """Decode a file of requests together; a line that cannot run fails alone, by its number."""
+    failed, live = 0, []
+    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if not text.strip():
+            continue
+        try:
+            line = parse_line(text, number, defaults)
+            prompt = line.prompt
+            if line.messages is not None:
+                prompt = engine.encode_chat(line.messages, thinking=line.thinking)
+            live.append(engine.submit(prompt, line.params, id=line.id))
+        except UserError as error:
+            failed += 1
+            print(json.dumps({"line": number, "error": str(error)}, ensure_ascii=False), flush=True)
+    bar = tqdm(total=len(live), unit="prompt", desc=file.name, disable=not sys.stderr.isatty())
+    began, emitted, steps, total = time.perf_counter(), 0, 0, len(live)
+    try:
+        while live:
+            for sequence in engine.step():
+                if sequence.finish_reason is None:
+                    continue
+                live.remove(sequence)
+                result = sequence.result()
+                failed += result.error is not None
+                emitted += len(result.token_ids)
+                steps += result.steps
+                line = {"id": result.id, **summary(engine, result)}
+                print(json.dumps(line, ensure_ascii=False), flush=True)
+                bar.update()
+                rate = emitted / (time.perf_counter() - began)
+                tau = (emitted - bar.n) / steps if steps else 0.0
+                bar.set_postfix_str(f"{rate:.1f} tok/s, acceptance length {tau:.2f}")
+    except KeyboardInterrupt:
+        bar.close()
+        print(f"interrupted: {total - len(live)} of {total} prompts done", file=sys.stderr)
+        return 130
+    bar.close()
+    return 1 if failed else 0
+
+
+# ---- measures of a text and of the modes -------------------------------------------------------
+
+
+def score(engine: Engine, file: Path) -> int:
+    """Perplexity of a text in windows of the context, each token scored once.
+
+    Windows overlap by half: a token sees at least half a context before it, but for the first.
+    """
+    try:
+        ids = engine.encode(file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise UserError(f"--score {file}: is not UTF-8 text") from None
+    if len(ids) < 2:
+        raise UserError(f"--score {file}: expected at least two tokens, got {len(ids)}")
+    window = engine.settings.decode.context - 1
+    params = SamplingParams(max_tokens=1)
+    lost, scored = 0.0, []
+    starts = range(0, max(len(ids) - (window - window // 2), 1), max(window // 2, 1))
+    began = time.perf_counter()
+    for start in tqdm(starts, unit="window", desc="score", disable=not sys.stderr.isatty()):
+        piece = ids[start : start + window]
+        [result] = engine.generate([piece], params, echo=True)
+        if result.error:
+            raise UserError(result.error)
+        new = 0 if start == 0 else window - window // 2 - 1
+        lost -= float(result.prompt_logprobs[new:].astype(np.float64).sum())
+        scored += piece[1 + new :]
+    size = len(engine.tokenizer.decode_bytes(scored))
+    print("| tokens | bytes | context | perplexity | bits per byte | tok/s |")
+    print("|---|---|---|---|---|---|")
+    rate = len(scored) / (time.perf_counter() - began)
+    print(
+        f"| {len(scored)} | {size} | {window + 1} | {math.exp(lost / len(scored)):.3f} "
+        f"| {lost / math.log(2) / size:.4f} | {rate:.0f} |"
+    )
+    return 0
+
+
+def compare(engine: Engine, prompt, params: SamplingParams, repeats: int) -> int:
+    """AR, chain and tree on one prompt, in turns: medians, and whether ids and bits are equal."""
+    budget = engine.settings.draft.budget
+    modes = MODES if engine.drafter is not None else MODES[:1]
+    params = params if params.greedy else params.with_seed()
+    runs: dict[str, list[Result]] = {mode: [] for mode in modes}
+    turns = [(r, mode) for r in range(repeats + 1) for mode in modes]
+    for turn, mode in tqdm(turns, desc="compare", disable=not sys.stderr.isatty(), leave=False):
+        engine.use(mode, budget)
+        [result] = engine.generate([prompt], params, keep_logits=True)
+        if result.error:
+            raise UserError(result.error)
+        if turn:  # the first turn warms caches up
+            runs[mode].append(result)
+    plain = runs["ar"][0]
+    speed = {m: statistics.median(r.tok_per_s for r in runs[m]) for m in modes}
+    print("| mode | tok/s | acceptance length | steps | ratio | identical |")
+    print("|---|---|---|---|---|---|")
+    same_everywhere = True
+    for mode in modes:
+        same = all(same_output(plain, r) for r in runs[mode])
+        same_everywhere &= same
+        name = f"tree, {budget} nodes" if mode == "tree" else mode
+        ratio = speed[mode] / speed["ar"] if speed["ar"] else 0.0
+        r = runs[mode][0]
+        print(
+            f"| {name} | {speed[mode]:.1f} | {r.acceptance_length:.2f} | {r.steps} "
+            f"| {ratio:.2f} | {'yes' if same else 'NO'} |"
+        )
+    print(f"identical: {'yes' if same_everywhere else 'NO'}")
+    return 0 if same_everywhere else 1
+
+
+def same_output(a: Result, b: Result) -> bool:
+    """Equal ids and equal logit bits."""
+    if a.token_ids != b.token_ids or (a.logits is None) != (b.logits is None):
+        return False
+    return a.logits is None or np.array_equal(a.logits.view(np.int32), b.logits.view(np.int32))
