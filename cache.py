@@ -163,12 +163,21 @@ class LatentCache:
         del self.tables[slot][keep:]
         self.lengths[slot] = length
 
-    def free(self, slot: int) -> None:
-        """Give back the slot and what it holds; its known pages stay until they are needed."""
+    def free(self, slot: int, sound: bool = True) -> None:
+        """Give back the slot and what it holds; its known pages stay until they are needed.
+
+        Pages that are not `sound` (a NaN came of them) are never found again, nor what follows.
+        """
+        if not sound and self._chains[slot]:
+            self._hide(self._chains[slot][0])
         self.roll_back(slot, 0)
         self.free_slots.append(slot)
 
+    def _hide(self, node: _Known) -> None:
+        if node.parent.children.get(node.tokens) is node:
+            del node.parent.children[node.tokens]
+
     def _forget(self, node: _Known) -> None:
-        del node.parent.children[node.tokens]
+        self._hide(node)
         del self._known[node.page]
         self.free_pages.append(node.page)

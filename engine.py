@@ -147,6 +147,8 @@ class Engine:
         """One round for all live sequences; returns those that emitted or ended."""
         chunks = self.schedule()
         trees = self.draft()
+        if not trees and not chunks:
+            return []
         step = self.verify(trees, chunks)
         accepted = self.accept(step)
         return self.commit(step, accepted)
@@ -306,7 +308,9 @@ class Engine:
                 self.cache,
             )
         for sequence, _ in moved:
-            self.cache.remember(sequence.slot, sequence.tokens)
+            # A chosen token proves its whole context finite; before that nobody may rely on it.
+            if sequence.n_emitted:
+                self.cache.remember(sequence.slot, sequence.tokens)
 
     def committed(self, sequence: Sequence) -> int:
         """Tokens of the sequence that are in the cache."""
@@ -324,7 +328,7 @@ class Engine:
         """Give back what an ended or cancelled sequence held."""
         sequence.finished = time.perf_counter()
         if sequence.slot >= 0:
-            self.cache.free(sequence.slot)
+            self.cache.free(sequence.slot, sound=sequence.finish_reason != "error")
             sequence.slot = -1
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -419,7 +423,14 @@ class Engine:
         self, prompts: Iterable[str | list[int]], params: SamplingParams | None = None, **options
     ) -> list[Result]:
         """Decode prompts (texts or id lists) together; results in the order of the prompts."""
-        sequences = [self.submit(prompt, params, **options) for prompt in prompts]
+        sequences: list[Sequence] = []
+        try:
+            for prompt in prompts:
+                sequences.append(self.submit(prompt, params, **options))
+        except UserError:  # all or none
+            for sequence in sequences:
+                self.cancel(sequence)
+            raise
         for sequence in sequences:
             while sequence.finish_reason is None:
                 self.advance(sequence)

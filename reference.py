@@ -729,7 +729,8 @@ class ReferenceOps:
             ids = _ordered_top(safe, top, k)
         best = safe.max(1, keepdims=True)
         best = np.where(np.isneginf(best), np.float32(0), best)
-        total = best + np.log(np.add.reduce(np.exp(safe - best), axis=1, keepdims=True))
+        mass = np.add.reduce(np.exp(safe - best), axis=1, keepdims=True)
+        total = best + np.log(np.maximum(mass, np.float32(1e-38)))  # a row without any: all -inf
         return ids.astype(np.int32), np.take_along_axis(safe, ids, 1) - total
 
 

@@ -271,6 +271,20 @@ def store(engine: Engine, batch, taps, accepted: dict[int, list[int]]) -> None:
             engine.drafter.extend(taps[rows], batch.positions[rows], *place, engine.cache)
 
 
+def logit_bound(engine: Engine, largest_logit: float, layers: int = 0) -> float:
+    """How far fp32 logits may be from the exact ones.
+
+    A dot product of K terms in fp32, summed in any order, is off by at most 4 sqrt(K) u of its
+    operands' size with overwhelming probability (Higham and Mary, 2019; u = 2^-24). About ten such
+    operations follow one another in a layer, two more in norm and head; their relative errors are
+    taken to add up. (The same as `Bound` in tools/make_golden.py.) `layers`: beside the target's.
+    """
+    d = engine.dims
+    longest = max(d.hidden_size, d.intermediate_size, d.moe_intermediate_size * d.n_shared_experts)
+    operations = 10 * (d.num_hidden_layers + layers) + 2
+    return 4 * longest**0.5 * 2.0**-24 * operations * largest_logit
+
+
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     """Equal type, shape and bits; NaN equals only the same NaN."""
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
