@@ -16,6 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 import config
+import pictures
 from config import UserError
 from engine import MODES, Engine, default_params
 from request import Result, Sequence, parse_line, read_controls
@@ -208,10 +209,8 @@ def answer(engine: Engine, prompt, params: SamplingParams, arguments) -> Result:
     if arguments.logits:
         save_logits(Path(arguments.logits), result, engine.dims.vocab_size)
     if arguments.trace:
-        import trace
-
         text = prompt if isinstance(prompt, str) else engine.tokenizer.decode(prompt)
-        trace.write(Path(arguments.trace), result, engine.tokenizer.token_text, text)
+        pictures.write(Path(arguments.trace), result, engine.tokenizer.token_piece, text)
     if arguments.json:
         print(json.dumps(summary(engine, result), ensure_ascii=False), flush=True)
     else:

@@ -155,10 +155,9 @@ class Tokenizer:
         """The text of some ids; bytes that are no UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
-    def token_text(self, token_id: int) -> str:
-        """One id for people to read, on one line: controls and stray bytes as \\n, \\xe4."""
-        text = self._bytes[self._checked(token_id)].decode("utf-8", errors="backslashreplace")
-        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    def token_piece(self, token_id: int) -> str:
+        """One id as text of its own: controls as they are, stray bytes as \\xe4."""
+        return self._bytes[self._checked(token_id)].decode("utf-8", errors="backslashreplace")
 
     def _checked(self, token_id: int) -> int:
         if not 0 <= token_id < self.vocab_size:

@@ -100,10 +100,10 @@ def test_ids_ranks_and_names(toy: Tokenizer) -> None:
     assert toy.special_ids["<|reserved_token_263|>"] == 263
     assert toy.decode([259, 262, 261]) == "hello[BOS]好"
     assert toy.encode("") == []
-    assert [toy.token_text(i) for i in (259, 262, 10, 0xE4, 32)] == [
+    assert [toy.token_piece(i) for i in (259, 262, 10, 0xE4, 32)] == [
         "hello",
         "[BOS]",
-        "\\n",
+        "\n",
         "\\xe4",
         " ",
     ]

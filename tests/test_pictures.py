@@ -1,9 +1,8 @@
-"""trace.py: pictures are well-formed, complete, self-contained, and no two boxes overlap."""
+"""pictures.py: pictures are well-formed, complete, self-contained, and no two boxes overlap."""
 
 from __future__ import annotations
 
 import re
-import trace
 import xml.etree.ElementTree as ElementTree
 from itertools import combinations
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pictures
 from config import UserError
 from request import Result, Round
 from sampling import NO_TOKEN
@@ -67,7 +67,7 @@ def some_rounds(count: int = 6, n: int = 32) -> list[Round]:
 
 def written(tmp_path: Path, suffix: str, result: Result, prompt: str = "p") -> str:
     path = tmp_path / f"picture{suffix}"
-    trace.write(path, result, token_text, prompt)
+    pictures.write(path, result, token_text, prompt)
     return path.read_text(encoding="utf-8")
 
 
@@ -82,27 +82,27 @@ def texts(page: str, tag: str) -> list[str]:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 64))
 def test_boxes_do_not_overlap_and_hold_their_text(seed, n):
-    placed = trace.layout(random_round(np.random.default_rng(seed), n), "caption", token_text)
+    placed = pictures.layout(random_round(np.random.default_rng(seed), n), "caption", token_text)
     assert len(placed.boxes) == n + 1
     for a, b in combinations(placed.boxes, 2):
         apart = a.x + a.width < b.x or b.x + b.width < a.x
-        assert apart or a.y + trace.BOX < b.y or b.y + trace.BOX < a.y
+        assert apart or a.y + pictures.BOX < b.y or b.y + pictures.BOX < a.y
     for box in placed.boxes:
-        assert box.x > 0 and box.y >= trace.CAPTION and box.x + box.width < placed.width
-        assert box.y + trace.BOX < placed.height
-        assert trace.cells(box.text) * trace.CELL < box.width and box.text.strip()
+        assert box.x > 0 and box.y >= pictures.CAPTION and box.x + box.width < placed.width
+        assert box.y + pictures.BOX < placed.height
+        assert pictures.cells(box.text) * pictures.CELL < box.width and box.text.strip()
         if box.parent >= 0:
             parent = placed.boxes[box.parent]
-            assert parent.x + parent.width + trace.GAP < box.x + 1e-6 and parent.y <= box.y
+            assert parent.x + parent.width + pictures.GAP < box.x + 1e-6 and parent.y <= box.y
 
 
 def test_no_edge_crosses_a_box():
     """The free piece of a row that an edge runs through is its parent's own; drops are in gaps."""
     rng = np.random.default_rng(3)
     for n in (2, 16, 64):
-        boxes = trace.layout(random_round(rng, n), "", token_text).boxes
+        boxes = pictures.layout(random_round(rng, n), "", token_text).boxes
         for child in boxes[1:]:
-            parent, turn = boxes[child.parent], child.x - trace.GAP / 2
+            parent, turn = boxes[child.parent], child.x - pictures.GAP / 2
             for box in boxes:
                 assert not box.x <= turn <= box.x + box.width
                 between = parent.x + parent.width < box.x + box.width and box.x < turn
@@ -114,7 +114,7 @@ def test_path_bonus_and_probabilities():
     tree = build_tree(0, np.array([[1, 2], [4, 3]]), log_probs, budget=6)
     choices = np.full(len(tree), 6)
     choices[0] = 2
-    placed = trace.layout(Round(tree, walk(tree, choices)), "", token_text)
+    placed = pictures.layout(Round(tree, walk(tree, choices)), "", token_text)
     shown = [(b.kind, b.text, b.note) for b in placed.boxes if b.kind != "rejected"]
     assert shown == [("accepted", "the", ""), ("accepted", ".", "30%"), ("bonus", "····", "bonus")]
     bonus, last = placed.boxes[-1], placed.boxes[placed.boxes[-1].parent]
@@ -131,7 +131,7 @@ def test_every_token_is_there_in_full(tmp_path, suffix):
     whole = {title.partition("\nid ")[0] for title in titles}
     for r in rounds:
         for token in [*r.tree.token_ids.tolist(), r.walk.tokens[-1]]:
-            assert trace.visible(token_text(token)) in whole
+            assert pictures.visible(token_text(token)) in whole
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".html"])
@@ -173,8 +173,8 @@ def test_strip_has_a_bar_per_round_with_what_the_text_took(tmp_path):
     rounds[-1] = max(rounds, key=lambda r: len(r.walk.tokens))
     result = result_of(rounds, cut=1)
     walked = len(rounds[-1].walk.tokens)
-    assert trace.emitted(result)[-1] == walked - 1
-    assert sum(trace.emitted(result)) == len(result.token_ids) - 1
+    assert pictures.emitted(result)[-1] == walked - 1
+    assert sum(pictures.emitted(result)) == len(result.token_ids) - 1
     page = written(tmp_path, ".html", result)
     assert page.count('class="bar"') == len(rounds)
     targets = set(re.findall(r'href="#([^"]+)"', page))
@@ -184,9 +184,9 @@ def test_strip_has_a_bar_per_round_with_what_the_text_took(tmp_path):
 
 def test_rounds_on_shelves_do_not_overlap_and_keep_their_order():
     result = result_of(some_rounds(40, 6))
-    placed = trace._layouts(result, token_text, 40)
-    width = max([trace.PAGE] + [p.width for p in placed])
-    corners = trace._shelves(placed, width)
+    placed = pictures._layouts(result, token_text, 40)
+    width = max([pictures.PAGE] + [p.width for p in placed])
+    corners = pictures._shelves(placed, width)
     assert corners == sorted(corners, key=lambda corner: (corner[1], corner[0]))
     for ((x, y), a), ((u, v), b) in combinations(zip(corners, placed, strict=True), 2):
         assert x + a.width < u or u + b.width < x or y + a.height < v or v + b.height < y
@@ -194,11 +194,11 @@ def test_rounds_on_shelves_do_not_overlap_and_keep_their_order():
 
 
 def test_a_picture_of_many_rounds_says_what_it_leaves_out(tmp_path):
-    result = result_of(some_rounds(trace.MOST_ROUNDS + 7, 2))
+    result = result_of(some_rounds(pictures.MOST_ROUNDS + 7, 2))
     page = written(tmp_path, ".svg", result)
     assert "and 7 rounds more, left out here" in page
-    assert page.count('class="card"') == trace.MOST_ROUNDS
-    assert written(tmp_path, ".html", result).count('class="card"') == trace.MOST_ROUNDS + 7
+    assert page.count('class="card"') == pictures.MOST_ROUNDS
+    assert written(tmp_path, ".html", result).count('class="card"') == pictures.MOST_ROUNDS + 7
 
 
 @pytest.mark.parametrize(
@@ -206,17 +206,17 @@ def test_a_picture_of_many_rounds_says_what_it_leaves_out(tmp_path):
     [(" a\n\tb", "·a⏎→b"), ("\x1b", "\\x1b"), ("\u202e", "\\u202e"), ("", "∅"), ("你", "你")],
 )
 def test_white_space_and_controls_are_visible(text, shown):
-    assert trace.visible(text) == shown
+    assert pictures.visible(text) == shown
 
 
-@pytest.mark.parametrize("text", [w for w in WORDS if trace.cells(trace.visible(w)) > 18])
+@pytest.mark.parametrize("text", [w for w in WORDS if pictures.cells(pictures.visible(w)) > 18])
 def test_long_tokens_are_shortened(text):
-    short = trace.shortened(trace.visible(text), 18)
-    assert short.endswith("…") and 17 <= trace.cells(short) <= 18
+    short = pictures.shortened(pictures.visible(text), 18)
+    assert short.endswith("…") and 17 <= pictures.cells(short) <= 18
 
 
 @pytest.mark.parametrize("name", ["picture.png", "picture", "picture.svg.gz"])
 def test_other_suffixes_are_refused(tmp_path, name):
     with pytest.raises(UserError, match=r"\.svg or \.html"):
-        trace.write(tmp_path / name, result_of([]), token_text, "p")
+        pictures.write(tmp_path / name, result_of([]), token_text, "p")
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,228 @@
+"""Measurement: speed of the modes, acceptance of drafts. Tables in Markdown, or JSON.
+
+    python bench.py speed                      # modes in turns on this machine
+    python bench.py acceptance --prompts 100   # tokens per verify step, and equal bits
+
+Stands on the engine as a user does; the engine never imports it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+import config
+import reference
+from config import UserError
+from engine import Engine
+from request import Result
+from sampling import SamplingParams
+
+HELD_OUT = Path(__file__).parent / "tests" / "data" / "heldout_prompts.jsonl"
+PROMPT = "import os\n\n\nclass Cache:\n    def __init__(self, size):\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("what", choices=("speed", "acceptance"))
+    add("--config", default="nano.yaml")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--max-tokens", type=int, default=96)
+    add("--budgets", type=int, nargs="+", default=[8, 16, 32], help="nodes of the trees")
+    add("--json", metavar="FILE", help="also write the rows as JSON")
+    add("--repeats", type=int, default=5, help="of speed: turns a mode (%(default)s)")
+    add("--file", type=Path, default=HELD_OUT, help="of acceptance: JSON lines with `text`")
+    add("--prompts", type=int, default=100, help="of acceptance: so many of the file")
+    add("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="of acceptance")
+    add("--seeds", type=int, default=1, help="of acceptance, for each sampled prompt")
+    add("--batch", type=int, default=8, help="of acceptance: sequences decoded together")
+    arguments = parser.parse_args(argv)
+    try:
+        rows = speed(arguments) if arguments.what == "speed" else acceptance(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(table(rows))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(rows, indent=1))
+    return 1 if any(row["identical"] == "NO" for row in rows) else 0
+
+
+def table(rows: Sequence[dict]) -> str:
+    """Rows of equal keys as Markdown."""
+    names = list(rows[0])
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    for row in rows:
+        cells = (f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values())
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def progress(work, name: str):
+    return tqdm(work, desc=name, disable=not sys.stderr.isatty(), leave=False)
+
+
+# ---- speed -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mode:
+    name: str
+    mode: str
+    budget: int = 1
+    row_tile: int = reference.ROW_TILE
+
+
+def speed(arguments) -> list[dict]:
+    """tok/s of every mode on one greedy text, in turns; medians and spread.
+
+    On the CPU also plain decoding without the row tile: one-row products, faster for a single row,
+    but a row's bits then depend on the batch, so the engine itself never runs that way.
+    """
+    engine = Engine(config.load(arguments.config), arguments.device)
+    modes = [Mode("ar", "ar")]
+    if engine.ops.name == "cpu":
+        modes.insert(0, Mode("ar without row tiles", "ar", row_tile=1))
+    if engine.drafter is not None:
+        modes.append(Mode("chain", "chain"))
+        modes += [Mode(f"tree, {n} nodes", "tree", n) for n in arguments.budgets]
+    params = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=True)
+    results: dict[str, list[Result]] = {m.name: [] for m in modes}
+    turns = [(turn, m) for turn in range(arguments.repeats + 1) for m in modes]
+    for turn, m in progress(turns, "speed"):
+        engine.use(m.mode, m.budget)
+        reference.ROW_TILE, tile = m.row_tile, reference.ROW_TILE
+        try:
+            [result] = engine.generate([PROMPT], params, keep_logits=True)
+        finally:
+            reference.ROW_TILE = tile
+        if turn:  # the first turn warms up
+            results[m.name].append(result)
+    exact = digest(results["ar"][0])
+    median = {name: statistics.median(r.tok_per_s for r in rs) for name, rs in results.items()}
+    rows = []
+    for m in modes:
+        rates = [r.tok_per_s for r in results[m.name]]
+        same = all(digest(r) == exact for r in results[m.name])
+        rows.append(
+            {
+                "mode": m.name,
+                "tok/s": median[m.name],
+                "spread": f"{min(rates):.1f}-{max(rates):.1f}",
+                "acceptance length": results[m.name][0].acceptance_length,
+                "ms a step": 1e3 * results[m.name][0].decode_s / results[m.name][0].steps,
+                "ratio to ar": median[m.name] / median["ar"],
+                "identical": "yes" if same else "NO",
+            }
+        )
+        if m.row_tile != reference.ROW_TILE and not same:
+            rows[-1]["identical"] = "not promised"
+    return rows
+
+
+# ---- acceptance --------------------------------------------------------------------------------
+
+
+def acceptance(arguments) -> list[dict]:
+    """Tokens per verify step over held-out prompts, for each temperature and mode; texts that end
+    in a loop are counted, because they make drafting easy. Ids and logit bits of every request are
+    compared with plain decoding's."""
+    settings = config.load(arguments.config, batch=arguments.batch)
+    engine = Engine(settings, arguments.device)
+    if engine.drafter is None:
+        raise UserError(f"{arguments.config}: draft.path is not set; acceptance needs a drafter")
+    lines = arguments.file.read_text(encoding="utf-8").splitlines()[: arguments.prompts]
+    texts = [json.loads(line)["text"] for line in lines]
+    rows = []
+    for temperature in arguments.temperatures:
+        asked = []
+        for seed in range(1, (arguments.seeds if temperature else 1) + 1):
+            params = SamplingParams(
+                temperature=temperature, seed=seed, max_tokens=arguments.max_tokens
+            )
+            asked += [(text, params) for text in texts]
+        exact, loops = None, None
+        for m in [Mode("ar", "ar"), Mode("chain", "chain")] + [
+            Mode(f"tree, {n} nodes", "tree", n) for n in arguments.budgets
+        ]:
+            engine.use(m.mode, m.budget)
+            began = time.perf_counter()
+            results = decode(engine, asked, f"T={temperature:g} {m.name}")
+            seconds = time.perf_counter() - began
+            digests = [digest(r) for r in results]
+            if exact is None:
+                exact = digests
+                loops = np.array([ends_in_a_loop(r.token_ids) for r in results])
+            same = sum(a == b for a, b in zip(digests, exact, strict=True))
+            free = [r for r, looping in zip(results, loops, strict=True) if not looping]
+            rows.append(
+                {
+                    "temperature": temperature,
+                    "mode": m.name,
+                    "texts": len(results),
+                    "tau": tau(results),
+                    "looping": f"{loops.mean():.0%}",
+                    "tau without loops": tau(free),
+                    "tok/s": sum(len(r.token_ids) for r in results) / seconds,
+                    "equal": f"{same}/{len(results)}",
+                    "identical": "yes" if same == len(results) else "NO",
+                }
+            )
+    return rows
+
+
+def decode(engine: Engine, asked, name: str) -> list[Result]:
+    """All requests together; logits are replaced by their digest as soon as a request ends."""
+    sequences = [engine.submit(text, params, keep_logits=True) for text, params in asked]
+    results: dict[int, Result] = {}
+    with progress(range(len(sequences)), name) as bar:
+        while len(results) < len(sequences):
+            for sequence in engine.step():
+                if sequence.finish_reason is not None:
+                    result = sequence.result()
+                    results[id(sequence)] = dataclasses.replace(result, logits=digest(result))
+                    sequence.logits.clear()
+                    bar.update()
+    return [results[id(sequence)] for sequence in sequences]
+
+
+def digest(result: Result):
+    """Ids and logit bits of a result, in short. A result that holds its digest gives it back."""
+    if isinstance(result.logits, str):
+        return result.logits
+    bits = hashlib.sha256(np.asarray(result.token_ids, np.int32).tobytes())
+    if result.logits is not None:
+        bits.update(result.logits.tobytes())
+    return bits.hexdigest()
+
+
+def tau(results: Sequence[Result]) -> float:
+    steps = sum(r.steps for r in results)
+    return sum(max(len(r.token_ids) - 1, 0) for r in results) / steps if steps else 0.0
+
+
+def ends_in_a_loop(ids: Sequence[int], tail: int = 48, longest: int = 24) -> bool:
+    """Whether the last `tail` tokens repeat with a period of at most `longest`."""
+    end = list(ids)[-tail:]
+    if len(end) < tail:
+        return False
+    return any(
+        all(end[i] == end[i - period] for i in range(period, tail))
+        for period in range(1, longest + 1)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
