@@ -228,7 +228,7 @@ def test_known_encoding_of_k26(tmp_path: Path) -> None:
     assert tokenizer.encode_chat(hello, thinking=False) == instant
     assert tokenizer.encode_chat(hello) == instant[:-1]
     assert tokenizer.encode_chat(hello, add_generation_prompt=False) == instant[:5]
-    assert tokenizer.token_text(163838) == "<|reserved_token_163838|>"
+    assert tokenizer.token_piece(163838) == "<|reserved_token_163838|>"
 
 
 @pytest.mark.parametrize("control", CONTROLS + ["<|reserved_token_263|>"])
