@@ -1,0 +1,900 @@
+// All device code. ops.py cuts this file at its banners, puts the prelude before every section and
+// compiles each section alone, so that an edit recompiles one of them.
+//
+// Bits (R1, R2, R5). A result's bits depend on its row, the weights and absolute positions. Sums run
+// in the order that a kernel's contract states, whatever the grid; products join by explicit
+// __fmaf_rn, and the compiler contracts nothing (--fmad=false). No floating-point atomics.
+//
+// These are the simple kernels: one format, one order, every shape. A faster one takes its place in
+// ops.py behind the same operation; these stay as the proof of the format.
+//
+// Grids: x counts columns or work items, y and z count rows. Arrays are C order; `T` rows, `K` the
+// summed dimension. Pointers need their type's alignment, 16 bytes where a contract says so.
+
+// ==== prelude ====
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define DEVICE static __device__ __forceinline__
+#define DEVICE_METHOD __device__ __forceinline__
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 1)
+
+static_assert(THREADS % 32 == 0 && THREADS <= 1024, "whole warps");
+static_assert(ROWS == 8, "warp_sum8 adds eight rows at once");
+constexpr int WARPS = THREADS / 32;
+constexpr u32 ALL = 0xffffffffu;
+
+struct bf16 {
+  u16 bits;
+};
+
+// Activations as the rounding map of reference.py has them: rounded when they are stored.
+#if ACTIVATION_BF16
+typedef bf16 act;
+#else
+typedef float act;
+#endif
+
+DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }
+
+DEVICE float to_float(float value) { return value; }
+DEVICE float to_float(bf16 value) { return __uint_as_float((u32)value.bits << 16); }
+
+DEVICE void store(float* to, float value) { *to = value; }
+DEVICE void store(bf16* to, float value) {  // to nearest, ties to even; NaN stays NaN
+  const u32 bits = __float_as_uint(value);
+  const u32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  to->bits = (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fff : (u16)(rounded >> 16);
+}
+
+DEVICE float round_to_act(float value) {
+  act rounded;
+  store(&rounded, value);
+  return to_float(rounded);
+}
+
+// Eight neighbours at a 16-byte aligned address.
+DEVICE void load8(const float* from, float (&to)[8]) {
+  const float4 a = ((const float4*)from)[0], b = ((const float4*)from)[1];
+  to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w;
+  to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
+}
+DEVICE void load8(const bf16* from, float (&to)[8]) {
+  const uint4 v = *(const uint4*)from;
+  const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    to[2 * i] = __uint_as_float(pairs[i] << 16);
+    to[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+  }
+}
+
+DEVICE float silu(float gate) {
+  return __fdiv_rn(gate, __fadd_rn(1.0f, expf(-gate)));
+}
+
+// Over the 32 lanes by halves: distances 16, 8, 4, 2, 1. Every lane returns the sum.
+DEVICE float warp_sum(float value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance >>= 1)
+    value = __fadd_rn(value, __shfl_xor_sync(ALL, value, distance));
+  return value;
+}
+
+// warp_sum of eight values with 9 exchanges instead of 40; lane l returns the sum of value l / 4.
+DEVICE float warp_sum8(float (&values)[8]) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int half = 4; half > 0; half >>= 1) {
+    const bool upper = lane & (4 * half);
+#pragma unroll
+    for (int i = 0; i < half; i++) {
+      const float keep = upper ? values[i + half] : values[i];
+      const float give = upper ? values[i] : values[i + half];
+      values[i] = __fadd_rn(keep, __shfl_xor_sync(ALL, give, 4 * half));
+    }
+  }
+  float sum = __fadd_rn(values[0], __shfl_xor_sync(ALL, values[0], 2));
+  return __fadd_rn(sum, __shfl_xor_sync(ALL, sum, 1));
+}
+
+// Over the block: lanes by halves, then warps ascending. shared: WARPS floats, free on return.
+DEVICE float block_sum(float value, float* shared) {
+  value = warp_sum(value);
+  if ((threadIdx.x & 31) == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();  // every warp's sum is written before any is read
+  float sum = shared[0];
+#pragma unroll
+  for (int w = 1; w < WARPS; w++) sum = __fadd_rn(sum, shared[w]);
+  __syncthreads();  // all have read before the caller writes `shared` again
+  return sum;
+}
+
+// Rotates the pair (a, b) by the row's angle, each product and sum rounded.
+DEVICE void rotate(float a, float b, float c, float s, act* first, act* second) {
+  store(first, __fsub_rn(__fmul_rn(a, c), __fmul_rn(b, s)));
+  store(second, __fadd_rn(__fmul_rn(b, c), __fmul_rn(a, s)));
+}
+
+// Weight formats. `accumulate` adds this lane's share of columns [begin, end) of one weight row times
+// n (of N) rows of x. Lane l takes steps l, l + 32, ... ascending; a step is a column of a dense
+// weight, a quantisation group of an INT4 one.
+template <class T>
+struct Dense {
+  const T* data;  // [out, K]
+
+  DEVICE_METHOD Dense(const void* weight, const void*, int) : data((const T*)weight) {}
+
+  template <int N>
+  DEVICE_METHOD void accumulate(float (&sum)[N], const act* const (&x)[N], int n, i64 row, int K,
+                                int begin, int end) const {
+    const T* w = data + row * K;
+#pragma unroll 4
+    for (int k = begin + (threadIdx.x & 31); k < end; k += 32) {
+      const float value = to_float(w[k]);
+#pragma unroll
+      for (int r = 0; r < N; r++)
+        if (r < n) sum[r] = __fmaf_rn(value, to_float(x[r][k]), sum[r]);
+    }
+  }
+};
+
+// The published packing: column c in bits 4 * (c % 8) of word c / 8, lowest first; code = nibble - 8.
+// A group starts from zero and joins by fma(scale, group, sum). K, begin and end are whole groups;
+// packed and x are 16-byte aligned.
+template <class S>
+struct Int4 {
+  const u32* packed;  // [out, K / 8]
+  const S* scales;    // [out, K / group]
+  int group;          // columns, a multiple of 8
+
+  DEVICE_METHOD Int4(const void* weight, const void* scale, int columns)
+      : packed((const u32*)weight), scales((const S*)scale), group(columns) {}
+
+  template <int N>
+  DEVICE_METHOD void accumulate(float (&sum)[N], const act* const (&x)[N], int n, i64 row, int K,
+                                int begin, int end) const {
+    const u32* words = packed + row * (K / 8);
+    const S* scale = scales + row * (K / group);
+    for (int g = begin / group + (threadIdx.x & 31); g < end / group; g += 32) {
+      float part[N];
+#pragma unroll
+      for (int r = 0; r < N; r++) part[r] = 0.0f;
+      for (int word = g * group / 8; word < (g + 1) * group / 8; word++) {
+        const u32 codes = words[word];
+#pragma unroll
+        for (int r = 0; r < N; r++) {
+          if (r >= n) continue;
+          float values[8];
+          load8(x[r] + word * 8, values);
+#pragma unroll
+          for (int c = 0; c < 8; c++) {
+            const int code = (int)((codes >> (4 * c)) & 15u) - 8;
+            part[r] = __fmaf_rn((float)code, values[c], part[r]);
+          }
+        }
+      }
+      const float s = to_float(scale[g]);
+#pragma unroll
+      for (int r = 0; r < N; r++)
+        if (r < n) sum[r] = __fmaf_rn(s, part[r], sum[r]);
+    }
+  }
+};
+
+// A section that reads weights is compiled for one format: -DWEIGHT=DenseF32, and so on.
+typedef Dense<float> DenseF32;
+typedef Dense<bf16> DenseBf16;
+typedef Int4<float> Int4F32;  // by the type of the scales
+typedef Int4<bf16> Int4Bf16;
+
+// ==== elementwise ====
+
+// grid ceil(n / THREADS), block THREADS. Each output is one element's own arithmetic.
+
+KERNEL round_to_activation(const float* x,  // [n]
+                           act* out,        // [n]
+                           i64 n) {
+  const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
+  if (i < n) store(out + i, x[i]);
+}
+
+// The residual: x + round(y), rounded. out may be x.
+KERNEL add(const act* x,    // [n]
+           const float* y,  // [n]
+           act* out,        // [n]
+           i64 n) {
+  const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
+  if (i < n) store(out + i, __fadd_rn(to_float(x[i]), round_to_act(y[i])));
+}
+
+KERNEL silu_mul(const float* gate,  // [n]
+                const float* up,    // [n]
+                act* out,           // [n]
+                i64 n) {
+  const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
+  if (i < n) store(out + i, __fmul_rn(silu(gate[i]), up[i]));
+}
+
+// grid (ceil(K / THREADS), rows). A row number outside [0, T) gives zeros: filler rows.
+KERNEL take_rows(const act* x,      // [T, K]
+                 const int* rows,   // [n]
+                 act* out,          // [n, K]
+                 int T, int K) {
+  const int k = blockIdx.x * THREADS + threadIdx.x;
+  if (k >= K) return;
+  const int row = rows[blockIdx.y];
+  act* to = out + (i64)blockIdx.y * K + k;
+  if (row >= 0 && row < T) *to = x[(i64)row * K + k];
+  else store(to, 0.0f);
+}
+
+// grid (ceil(K / THREADS), T). Columns [first, first + K) of out.
+KERNEL put_columns(const act* x,  // [T, K]
+                   act* out,      // [T, width]
+                   int K, int width, int first) {
+  const int k = blockIdx.x * THREADS + threadIdx.x;
+  if (k < K) out[(i64)blockIdx.y * width + first + k] = x[(i64)blockIdx.y * K + k];
+}
+
+// ==== embed ====
+
+// grid (ceil(hidden / THREADS), T). Ids outside this rank's rows read as zero. -DTABLE=float or bf16.
+KERNEL embed(const int* ids,      // [T]
+             const TABLE* table,  // [n, hidden], rows of ids first .. first + n - 1
+             float* out,          // [T, hidden]
+             int first, int n, int hidden) {
+  const int k = blockIdx.x * THREADS + threadIdx.x;
+  if (k >= hidden) return;
+  const int row = ids[blockIdx.y] - first;
+  const float value = row >= 0 && row < n ? to_float(table[(i64)row * hidden + k]) : 0.0f;
+  out[(i64)blockIdx.y * hidden + k] = value;
+}
+
+// ==== rms_norm ====
+
+// One block a row. Thread t adds squares t, t + THREADS, ...; then block_sum. x / rms is rounded,
+// multiplied by the weight, rounded again. out may be x when the types agree.
+template <class X>
+DEVICE void rms_norm(const X* x, const float* weight, act* out, int K, float inverse_k, float eps) {
+  __shared__ float sums[WARPS];
+  x += (i64)blockIdx.x * K;
+  out += (i64)blockIdx.x * K;
+  float sum = 0.0f;
+  for (int k = threadIdx.x; k < K; k += THREADS) {
+    const float value = to_float(x[k]);
+    sum = __fmaf_rn(value, value, sum);
+  }
+  const float mean = __fmul_rn(block_sum(sum, sums), inverse_k);
+  const float rms = __fsqrt_rn(__fadd_rn(mean, eps));
+  for (int k = threadIdx.x; k < K; k += THREADS)
+    store(out + k, __fmul_rn(round_to_act(__fdiv_rn(to_float(x[k]), rms)), weight[k]));
+}
+
+KERNEL rms_norm_f32(const float* x,       // [T, K]
+                    const float* weight,  // [K]
+                    act* out,             // [T, K]
+                    int K, float inverse_k, float eps) {
+  rms_norm(x, weight, out, K, inverse_k, eps);
+}
+KERNEL rms_norm_act(const act* x, const float* weight, act* out, int K, float inverse_k, float eps) {
+  rms_norm(x, weight, out, K, inverse_k, eps);
+}
+
+// ==== linear ====
+
+// Rows first, first + 1, ... of x [T, K]; a place past the last row repeats the first.
+DEVICE void rows_of(const act* x, int first, int n, int K, const act* (&rows)[ROWS]) {
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) rows[r] = x + (i64)(first + (r < n ? r : 0)) * K;
+}
+
+// y[t, o] = sum over k of x[t, k] * w[o, k], fp32.
+// grid (ceil(out / WARPS), ceil(T / ROWS)), block THREADS; a warp owns one output column of ROWS rows.
+// K falls in `leaves` equal parts (a power of two). Inside a leaf: WEIGHT::accumulate, then warp_sum8.
+// Leaves join pairwise, ((0+1)+(2+3))+((4+5)+(6+7)): a finished leaf is added to its left neighbours
+// as a binary counter carries.
+constexpr int MAX_LEVELS = 17;  // up to 65536 leaves
+
+KERNEL linear(const act* x,        // [T, K], 16-byte aligned
+              const void* weight,  // [out, K], or [out, K / 8] words
+              const void* scales,  // INT4: [out, K / group]
+              int group,           // INT4: columns that share a scale
+              float* y,            // [T, out]
+              int T, int out, int K, int leaves) {
+  __shared__ float waiting[WARPS][MAX_LEVELS][ROWS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const int column = blockIdx.x * WARPS + warp, first = blockIdx.y * ROWS;
+  if (column >= out) return;
+  const WEIGHT w(weight, scales, group);
+  const int n = min(ROWS, T - first), width = K / leaves;
+  const act* rows[ROWS];
+  rows_of(x, first, n, K, rows);
+  float total = 0.0f;
+  for (int leaf = 0; leaf < leaves; leaf++) {
+    float sum[ROWS] = {};
+    w.accumulate(sum, rows, n, column, K, leaf * width, (leaf + 1) * width);
+    total = warp_sum8(sum);
+    int level = 0;
+    for (; (leaf >> level) & 1; level++) total = __fadd_rn(waiting[warp][level][lane / 4], total);
+    __syncwarp();  // the four lanes of a row have read before one of them writes
+    if (lane % 4 == 0) waiting[warp][level][lane / 4] = total;
+    __syncwarp();  // written before the next leaf reads
+  }
+  if (lane % 4 == 0 && lane / 4 < n) y[(i64)(first + lane / 4) * out + column] = total;
+}
+
+// The leaf sums of `linear`, not joined. Same grid and order.
+KERNEL linear_leaves(const act* x, const void* weight, const void* scales, int group,
+                     float* y,  // [T, leaves, out]
+                     int T, int out, int K, int leaves) {
+  const int lane = threadIdx.x & 31, column = blockIdx.x * WARPS + threadIdx.x / 32;
+  if (column >= out) return;
+  const WEIGHT w(weight, scales, group);
+  const int first = blockIdx.y * ROWS, n = min(ROWS, T - first), width = K / leaves;
+  const act* rows[ROWS];
+  rows_of(x, first, n, K, rows);
+  for (int leaf = 0; leaf < leaves; leaf++) {
+    float sum[ROWS] = {};
+    w.accumulate(sum, rows, n, column, K, leaf * width, (leaf + 1) * width);
+    const float total = warp_sum8(sum);
+    if (lane % 4 == 0 && lane / 4 < n)
+      y[((i64)(first + lane / 4) * leaves + leaf) * out + column] = total;
+  }
+}
+
+// ==== rope ====
+
+// The drafter's rotation: component i of x pairs with i + d / 2.
+// grid (ceil(H * d / 2 / THREADS), T). out may be x.
+KERNEL rope_halves(const act* x,          // [T, H, d]
+                   const float* cosines,  // [positions, d / 2]
+                   const float* sines,    // likewise
+                   const int* positions,  // [T]
+                   act* out,              // [T, H, d]
+                   int H, int d) {
+  const int i = blockIdx.x * THREADS + threadIdx.x, half = d / 2;
+  if (i >= H * half) return;
+  const i64 at = ((i64)blockIdx.y * H + i / half) * d + i % half;
+  const i64 angle = (i64)positions[blockIdx.y] * half + i % half;
+  rotate(to_float(x[at]), to_float(x[at + half]), cosines[angle], sines[angle], out + at,
+         out + at + half);
+}
+
+// The cache entry of a row: RMS-normed latent, de-interleaved and rotated key. One block a row; the
+// norm adds as rms_norm does.
+KERNEL latent_entry(const float* kv,       // [T, latent + rope]
+                    const float* weight,   // [latent]
+                    const float* cosines,  // [positions, rope / 2]
+                    const float* sines,    // likewise
+                    const int* positions,  // [T]
+                    act* out,              // [T, latent + rope]
+                    int latent, int rope, float inverse_latent, float eps) {
+  __shared__ float sums[WARPS];
+  const int row = blockIdx.x, half = rope / 2;
+  kv += (i64)row * (latent + rope);
+  out += (i64)row * (latent + rope);
+  float sum = 0.0f;
+  for (int k = threadIdx.x; k < latent; k += THREADS) sum = __fmaf_rn(kv[k], kv[k], sum);
+  const float mean = __fmul_rn(block_sum(sum, sums), inverse_latent);
+  const float rms = __fsqrt_rn(__fadd_rn(mean, eps));
+  for (int k = threadIdx.x; k < latent; k += THREADS)
+    store(out + k, __fmul_rn(round_to_act(__fdiv_rn(kv[k], rms)), weight[k]));
+  for (int i = threadIdx.x; i < half; i += THREADS) {
+    const i64 angle = (i64)positions[row] * half + i;
+    act* to = out + latent + i;
+    rotate(kv[latent + 2 * i], kv[latent + 2 * i + 1], cosines[angle], sines[angle], to, to + half);
+  }
+}
+
+// ==== absorb ====
+
+// Compiled with -DTABLE=float or bf16, the type of kv_b [H, nope + v, latent].
+
+// Absorbed query: out[t, h] = (q_nope[t, h] . key[h], rotated q_rope[t, h]), rounded.
+// grid (H, ceil(T / ROWS)); shared ROWS * nope floats. A thread owns latent columns l, l + THREADS, ...
+// and adds over nope ascending. The rope part holds pairs (x0, x1), (x2, x3), ...; it is
+// de-interleaved and rotated in halves.
+KERNEL latent_query(const act* q,          // [T, H, nope + rope]
+                    const TABLE* kv_b,     // [H, nope + v, latent]
+                    const float* cosines,  // [positions, rope / 2]
+                    const float* sines,    // likewise
+                    const int* positions,  // [T]
+                    act* out,              // [T, H, latent + rope]
+                    int T, int H, int nope, int v, int latent, int rope) {
+  extern __shared__ __align__(16) float q_nope[];  // [ROWS, nope]
+  const int head = blockIdx.x, first = blockIdx.y * ROWS, n = min(ROWS, T - first);
+  const int q_width = nope + rope, out_width = latent + rope, half = rope / 2;
+  for (int i = threadIdx.x; i < n * nope; i += THREADS)
+    q_nope[i] = to_float(q[((i64)(first + i / nope) * H + head) * q_width + i % nope]);
+  __syncthreads();  // the query is staged before any thread reads it
+  const TABLE* key = kv_b + (i64)head * (nope + v) * latent;
+  for (int l = threadIdx.x; l < latent; l += THREADS) {
+    float sum[ROWS] = {};
+    for (int i = 0; i < nope; i++) {
+      const float w = to_float(key[(i64)i * latent + l]);
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+        if (r < n) sum[r] = __fmaf_rn(w, q_nope[r * nope + i], sum[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+      if (r < n) store(out + ((i64)(first + r) * H + head) * out_width + l, sum[r]);
+  }
+  for (int i = threadIdx.x; i < n * half; i += THREADS) {
+    const int row = first + i / half, pair = i % half;
+    const act* from = q + ((i64)row * H + head) * q_width + nope + 2 * pair;
+    act* to = out + ((i64)row * H + head) * out_width + latent + pair;
+    const i64 angle = (i64)positions[row] * half + pair;
+    rotate(to_float(from[0]), to_float(from[1]), cosines[angle], sines[angle], to, to + half);
+  }
+}
+
+// out[t, h, j] = sum over l of o[t, h, l] * value[h, j, l], rounded.
+// grid (ceil(H * v / WARPS), ceil(T / ROWS)); a warp owns one (h, j) of ROWS rows, order as `linear`
+// with one leaf.
+KERNEL absorb_v(const act* o,       // [T, H, latent]
+                const TABLE* kv_b,  // [H, nope + v, latent]
+                act* out,           // [T, H, v]
+                int T, int H, int nope, int v, int latent) {
+  const int lane = threadIdx.x & 31, column = blockIdx.x * WARPS + threadIdx.x / 32;
+  if (column >= H * v) return;
+  const int first = blockIdx.y * ROWS, n = min(ROWS, T - first);
+  const int head = column / v, j = column % v;
+  const act* rows[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+    rows[r] = o + ((i64)(first + (r < n ? r : 0)) * H + head) * latent;
+  float sum[ROWS] = {};
+  const i64 row = (i64)head * (nope + v) + nope + j;
+  Dense<TABLE>(kv_b, nullptr, 0).accumulate(sum, rows, n, row, latent, 0, latent);
+  const float total = warp_sum8(sum);
+  if (lane % 4 == 0 && lane / 4 < n) store(out + (i64)(first + lane / 4) * H * v + column, total);
+}
+
+// ==== plan ====
+
+// ancestors[t, d]: the batch row that holds position length + d of row t's own path, itself included;
+// -1 beyond it. grid ceil(T / THREADS), a thread a row. A parent precedes its children.
+KERNEL plan_ancestors(const int* positions,  // [T] absolute
+                      const int* sequence,   // [T] cache slot, or -1: a filler row
+                      const int* parent,     // [T] row, or -1
+                      const int* lengths,    // [slots] committed
+                      int* ancestors,        // [T, depth]
+                      int T, int depth) {
+  const int t = blockIdx.x * THREADS + threadIdx.x;
+  if (t >= T) return;
+  int* path = ancestors + (i64)t * depth;
+  for (int d = 0; d < depth; d++) path[d] = -1;
+  if (sequence[t] < 0) return;
+  int node = t;
+  for (int d = min(positions[t] - lengths[sequence[t]], depth - 1); d >= 0 && node >= 0; d--) {
+    path[d] = node;
+    node = parent[node];
+  }
+}
+
+// ==== attention ====
+
+// Softmax over leaves of LEAF positions, folded in ascending order inside spans of SPAN leaves and
+// then over spans (R3). Keys are KEY_WIDTH wide; a value is the first VALUE_WIDTH numbers at its key's
+// address + value_offset. Compiled once for the target and once for the drafter.
+static_assert((LEAF & (LEAF - 1)) == 0, "a power of two");
+constexpr int HEADS = 4;  // of one row, computed together: a key is read once for them
+constexpr int VALUES = (VALUE_WIDTH + THREADS - 1) / THREADS;
+
+// 2^(from - to), exact; zero below the normal range and for from = -inf.
+DEVICE float power_of_two(float from, float to) {
+  const float exponent = __fsub_rn(from, to);
+  if (exponent != exponent && from == from) return 0.0f;  // both are -inf
+  if (exponent < -126.0f) return 0.0f;
+  return from == from ? __int_as_float(((int)exponent + 127) << 23) : from;
+}
+
+DEVICE float key_dot(const float* q, const act* key) {
+  float sum[4] = {};  // columns k % 4, each ascending
+  if constexpr (KEY_WIDTH % 8 == 0) {
+    for (int k = 0; k < KEY_WIDTH; k += 8) {
+      float values[8];
+      load8(key + k, values);
+#pragma unroll
+      for (int i = 0; i < 8; i++) sum[i % 4] = __fmaf_rn(q[k + i], values[i], sum[i % 4]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      for (int k = i; k < KEY_WIDTH; k += 4) sum[i] = __fmaf_rn(q[k], to_float(key[k]), sum[i]);
+  }
+  return __fadd_rn(__fadd_rn(sum[0], sum[1]), __fadd_rn(sum[2], sum[3]));
+}
+
+struct Shared {
+  float q[HEADS][KEY_WIDTH];
+  float scores[HEADS][LEAF];
+  float p[HEADS][LEAF];
+  float maxima[HEADS];
+  const act* keys[LEAF];
+};
+
+// One span's softmax part of HEADS heads: reads s.q, writes (maximum, sum) to parts and values.
+// key_of(leaf, slot) is the key in that slot, or null if the row does not see it. A slot out of sight
+// adds nothing, so the order is: slots ascending inside a leaf, leaves ascending.
+template <class KeyOf>
+DEVICE void fold_span(Shared& s, const KeyOf& key_of, int leaf, int last_leaf, int value_offset,
+                      float factor, int heads, float2* parts, float* values, int part_stride,
+                      int value_stride) {
+  float top[HEADS], total[HEADS], folded[HEADS][VALUES];
+#pragma unroll
+  for (int h = 0; h < HEADS; h++) {
+    top[h] = minus_infinity(), total[h] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < VALUES; i++) folded[h][i] = 0.0f;
+  }
+  for (; leaf < last_leaf; leaf++) {
+    for (int j = threadIdx.x; j < LEAF; j += THREADS) s.keys[j] = key_of(leaf, j);
+    __syncthreads();  // addresses are known before scores are taken
+    for (int i = threadIdx.x; i < heads * LEAF; i += THREADS) {
+      const act* key = s.keys[i % LEAF];
+      s.scores[i / LEAF][i % LEAF] =
+          key ? __fmul_rn(key_dot(s.q[i / LEAF], key), factor) : minus_infinity();
+    }
+    __syncthreads();  // all scores of a head are there before its maximum
+    for (int i = threadIdx.x; i < heads * LEAF; i += THREADS) {
+      const float* scores = s.scores[i / LEAF];
+      float maximum = scores[0];
+      for (int j = 1; j < LEAF; j++) maximum = fmaxf(maximum, scores[j]);
+      maximum = ceilf(maximum);
+      const float base = maximum == minus_infinity() ? 0.0f : maximum;
+      s.p[i / LEAF][i % LEAF] = round_to_act(exp2f(__fsub_rn(scores[i % LEAF], base)));
+      if (i % LEAF == 0) s.maxima[i / LEAF] = maximum;
+    }
+    __syncthreads();  // p and maxima are there before they are summed
+    float part[HEADS][VALUES] = {}, sum[HEADS] = {};
+    for (int j = 0; j < LEAF; j++) {
+      const act* key = s.keys[j];
+      if (!key) continue;
+      float value[VALUES];
+#pragma unroll
+      for (int i = 0; i < VALUES; i++) {
+        const int d = threadIdx.x + i * THREADS;
+        value[i] = d < VALUE_WIDTH ? to_float(key[value_offset + d]) : 0.0f;
+      }
+#pragma unroll
+      for (int h = 0; h < HEADS; h++) {
+        if (h >= heads) continue;
+        const float p = s.p[h][j];
+        sum[h] = __fadd_rn(sum[h], p);
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) part[h][i] = __fmaf_rn(p, value[i], part[h][i]);
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) {
+      if (h >= heads) continue;
+      const float maximum = fmaxf(top[h], s.maxima[h]);
+      const float old = power_of_two(top[h], maximum), now = power_of_two(s.maxima[h], maximum);
+      top[h] = maximum;
+      total[h] = __fmaf_rn(sum[h], now, __fmul_rn(total[h], old));
+#pragma unroll
+      for (int i = 0; i < VALUES; i++)
+        folded[h][i] = __fmaf_rn(part[h][i], now, __fmul_rn(folded[h][i], old));
+    }
+    __syncthreads();  // p, maxima and keys have been read before the next leaf overwrites them
+  }
+#pragma unroll
+  for (int h = 0; h < HEADS; h++) {
+    if (h >= heads) continue;
+    if (threadIdx.x == 0) parts[(i64)h * part_stride] = make_float2(top[h], total[h]);
+#pragma unroll
+    for (int i = 0; i < VALUES; i++) {
+      const int d = threadIdx.x + i * THREADS;
+      if (d < VALUE_WIDTH) values[(i64)h * value_stride + d] = folded[h][i];
+    }
+  }
+}
+
+// Spans of absorbed latent attention. grid (span blocks, ceil(H / HEADS), T); a block takes spans
+// blockIdx.x, + gridDim.x, …; shared sizeof(Shared). A row sees positions 0 .. its own: committed
+// ones in pages, those of its own path in `fresh`.
+KERNEL latent_spans(const act* q,           // [T, H, KEY_WIDTH], 16-byte aligned
+                    const act* pages,       // [n_pages, LEAF, KEY_WIDTH], 16-byte aligned
+                    const act* fresh,       // [T, KEY_WIDTH], 16-byte aligned
+                    const int* positions,   // [T]
+                    const int* sequence,    // [T], -1: a filler row, which writes nothing
+                    const int* lengths,     // [slots]
+                    const int* tables,      // [slots, max_pages]
+                    const int* ancestors,   // [T, depth]
+                    float2* parts,          // [T, H, spans]: maximum (log2), sum
+                    float* values,          // [T, H, spans, VALUE_WIDTH]
+                    int H, int spans, int max_pages, int depth, float factor) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  Shared& s = *(Shared*)memory;
+  const int t = blockIdx.z, head = blockIdx.y * HEADS, heads = min(HEADS, H - head);
+  if (sequence[t] < 0) return;
+  const int position = positions[t], length = lengths[sequence[t]];
+  const int* table = tables + (i64)sequence[t] * max_pages;
+  const int* path = ancestors + (i64)t * depth;
+  const int leaves = position / LEAF + 1;
+  auto key_of = [&](int leaf, int slot) -> const act* {
+    const int at = leaf * LEAF + slot;
+    if (at > position) return nullptr;
+    if (at < length) return pages + ((i64)table[leaf] * LEAF + slot) * KEY_WIDTH;
+    return fresh + (i64)path[at - length] * KEY_WIDTH;
+  };
+  for (int i = threadIdx.x; i < heads * KEY_WIDTH; i += THREADS)
+    s.q[i / KEY_WIDTH][i % KEY_WIDTH] = to_float(q[((i64)t * H + head) * KEY_WIDTH + i]);
+  for (int span = blockIdx.x; span * SPAN < leaves; span += gridDim.x) {
+    const i64 at = ((i64)t * H + head) * spans + span;
+    fold_span(s, key_of, span * SPAN, min(leaves, (span + 1) * SPAN), 0, factor, heads, parts + at,
+              values + at * VALUE_WIDTH, spans, spans * VALUE_WIDTH);
+  }
+}
+
+// Spans of the drafter's attention: a block's rows see the context (inside the window) and all rows
+// of the block, which form one leaf after the context's last. grid (span blocks, KV * ceil(group /
+// HEADS), B * n); shared sizeof(Shared). KEY_WIDTH = VALUE_WIDTH = d.
+KERNEL block_spans(const act* q,        // [B * n, H, d], 16-byte aligned
+                   const act* kv,       // [B * n, 2, KV, d], keys then values
+                   const act* pages,    // [n_pages, LEAF, 2, KV, d]
+                   const int* lengths,  // [B] context entries
+                   const int* tables,   // [B, max_pages]
+                   float2* parts,       // [B * n, H, spans]
+                   float* values,       // [B * n, H, spans, d]
+                   int n, int H, int KV, int spans, int max_pages, int window, float factor) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  Shared& s = *(Shared*)memory;
+  const int group = H / KV, tiles = (group + HEADS - 1) / HEADS;
+  const int t = blockIdx.z, block = t / n, kv_head = blockIdx.y / tiles;
+  const int head = kv_head * group + blockIdx.y % tiles * HEADS;
+  const int heads = min(HEADS, (kv_head + 1) * group - head);
+  const int length = lengths[block], position = length + t % n, entry = 2 * KV * KEY_WIDTH;
+  const int* table = tables + (i64)block * max_pages;
+  const int context_leaves = (length + LEAF - 1) / LEAF;
+  const int first_leaf = window && length ? max(0, length - window + 1) / LEAF : 0;
+  const act* own = kv + (i64)block * n * entry + kv_head * KEY_WIDTH;
+  auto key_of = [&](int leaf, int slot) -> const act* {
+    if (leaf == context_leaves) return slot < n ? own + (i64)slot * entry : nullptr;
+    const int at = leaf * LEAF + slot;
+    if (at >= length || (window && position - at >= window)) return nullptr;
+    return pages + ((i64)table[leaf] * LEAF + slot) * entry + kv_head * KEY_WIDTH;
+  };
+  for (int i = threadIdx.x; i < heads * KEY_WIDTH; i += THREADS)
+    s.q[i / KEY_WIDTH][i % KEY_WIDTH] = to_float(q[((i64)t * H + head) * KEY_WIDTH + i]);
+  for (int span = blockIdx.x; span * SPAN <= context_leaves; span += gridDim.x) {
+    const i64 at = ((i64)t * H + head) * spans + span;
+    fold_span(s, key_of, max(first_leaf, span * SPAN), min(context_leaves + 1, (span + 1) * SPAN),
+              KV * KEY_WIDTH, factor, heads, parts + at, values + at * VALUE_WIDTH, spans,
+              spans * VALUE_WIDTH);
+  }
+}
+
+// out = folded value / folded sum, rounded; spans ascending. grid (ceil(VALUE_WIDTH / THREADS), H, T).
+// keys[t] (positions of the latent rows) or the context length says how many spans there are.
+DEVICE void fold_spans(const float2* parts, const float* values, act* out, int H, int spans, int n) {
+  const int d = blockIdx.x * THREADS + threadIdx.x;
+  if (d >= VALUE_WIDTH) return;
+  const i64 row = (i64)blockIdx.z * H + blockIdx.y;
+  float top = minus_infinity(), sum = 0.0f, value = 0.0f;
+  for (int span = 0; span < n; span++) {
+    const float2 part = parts[row * spans + span];
+    const float maximum = fmaxf(top, part.x);
+    const float old = power_of_two(top, maximum), now = power_of_two(part.x, maximum);
+    top = maximum;
+    sum = __fmaf_rn(part.y, now, __fmul_rn(sum, old));
+    value = __fmaf_rn(values[(row * spans + span) * VALUE_WIDTH + d], now, __fmul_rn(value, old));
+  }
+  store(out + row * VALUE_WIDTH + d, n ? __fdiv_rn(value, sum) : 0.0f);
+}
+
+KERNEL latent_fold(const float2* parts,   // [T, H, spans]
+                   const float* values,   // [T, H, spans, VALUE_WIDTH]
+                   const int* positions,  // [T]
+                   const int* sequence,   // [T], -1: a filler row, which becomes zero
+                   act* out,              // [T, H, VALUE_WIDTH]
+                   int H, int spans) {
+  const int t = blockIdx.z;
+  const int n = sequence[t] < 0 ? 0 : positions[t] / (LEAF * SPAN) + 1;
+  fold_spans(parts, values, out, H, spans, n);
+}
+
+KERNEL block_fold(const float2* parts,  // [B * n, H, spans]
+                  const float* values,  // [B * n, H, spans, d]
+                  const int* lengths,   // [B]
+                  act* out,             // [B * n, H, d]
+                  int n, int H, int spans) {
+  const int context_leaves = (lengths[blockIdx.z / n] + LEAF - 1) / LEAF;
+  fold_spans(parts, values, out, H, spans, context_leaves / SPAN + 1);
+}
+
+// ==== route ====
+
+// Sigmoid router: the bias chooses, the unbiased scores weigh (R4). One block a row; shared E floats
+// and E ints. An expert is chosen if fewer than top_k are better; ties go to the lower id, NaN counts
+// as -inf. Chosen weights are added in ascending id.
+KERNEL route(const float* logits,  // [T, E]
+             const float* bias,    // [E]
+             int* ids,             // [T, top_k] ascending
+             float* weights,       // [T, top_k]
+             int E, int top_k, int normalise, float scaling) {
+  extern __shared__ __align__(16) float choice[];  // [E], then [E] chosen flags
+  int* chosen = (int*)(choice + E);
+  logits += (i64)blockIdx.x * E;
+  auto score = [&](int e) { return __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-logits[e]))); };
+  for (int e = threadIdx.x; e < E; e += THREADS) {
+    const float value = __fadd_rn(score(e), bias[e]);
+    choice[e] = value == value ? value : minus_infinity();
+  }
+  __syncthreads();  // all choices are there before they are compared
+  for (int e = threadIdx.x; e < E; e += THREADS) {
+    int better = 0;
+    for (int j = 0; j < E; j++)
+      better += choice[j] > choice[e] || (choice[j] == choice[e] && j < e);
+    chosen[e] = better < top_k;
+  }
+  __syncthreads();  // all flags are there before they are counted
+  for (int e = threadIdx.x; e < E; e += THREADS) {
+    if (!chosen[e]) continue;
+    int slot = 0;
+    float total = 0.0f;
+    for (int j = 0; j < E; j++) {
+      if (!chosen[j]) continue;
+      slot += j < e;
+      if (normalise) total = __fadd_rn(total, score(j));
+    }
+    const float own = score(e);
+    const float weight = normalise ? __fdiv_rn(own, __fadd_rn(total, 1e-20f)) : own;
+    ids[(i64)blockIdx.x * top_k + slot] = e;
+    weights[(i64)blockIdx.x * top_k + slot] = __fmul_rn(weight, scaling);
+  }
+}
+
+// ==== sort_pairs ====
+
+// (row, expert) pairs by ascending expert, then pair; cut in tiles of at most ROWS pairs. One block;
+// shared 2 * THREADS ints. Ids outside [0, E) are filler and appear in no tile.
+KERNEL sort_pairs(const int* ids,  // [P]
+                  int* order,      // [P]
+                  int* tiles,      // [max_tiles, 3]: expert, first place in `order`, pairs
+                  int* n_tiles,    // [1]
+                  int P, int E) {
+  extern __shared__ __align__(16) int counts[];  // pairs and tiles of each thread's experts
+  const int per = (E + THREADS - 1) / THREADS;
+  const int first = threadIdx.x * per, last = min(E, first + per);
+  auto count = [&](int e) {
+    int n = 0;
+    for (int p = 0; p < P; p++) n += ids[p] == e;
+    return n;
+  };
+  int pairs = 0, own_tiles = 0;
+  for (int e = first; e < last; e++) {
+    const int n = count(e);
+    pairs += n, own_tiles += (n + ROWS - 1) / ROWS;
+  }
+  counts[threadIdx.x] = pairs, counts[THREADS + threadIdx.x] = own_tiles;
+  __syncthreads();  // every thread's counts are there before they are added
+  int place = 0, tile = 0, all = 0;
+  for (int i = 0; i < THREADS; i++) {
+    if (i < threadIdx.x) place += counts[i], tile += counts[THREADS + i];
+    all += counts[THREADS + i];
+  }
+  if (threadIdx.x == 0) *n_tiles = all;
+  for (int e = first; e < last; e++) {
+    const int begin = place;
+    for (int p = 0; p < P; p++)
+      if (ids[p] == e) order[place++] = p;
+    for (int at = begin; at < place; at += ROWS, tile++) {
+      tiles[3 * tile] = e, tiles[3 * tile + 1] = at, tiles[3 * tile + 2] = min(ROWS, place - at);
+    }
+  }
+}
+
+// ==== gate_up ====
+
+// h = SiLU(x gate^T) * (x up^T), rounded, for n (of ROWS) rows of x; gate and up add as `linear` with
+// one leaf. A warp owns one column.
+DEVICE void gate_up(const act* const (&x)[ROWS], act* const (&h)[ROWS], int n, const WEIGHT& gate,
+                    const WEIGHT& up, i64 first_row, int column, int K) {
+  float sum[ROWS] = {};
+  gate.accumulate(sum, x, n, first_row + column, K, 0, K);
+  const float g = warp_sum8(sum);
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) sum[r] = 0.0f;
+  up.accumulate(sum, x, n, first_row + column, K, 0, K);
+  const float u = warp_sum8(sum);
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+    if (lane == 4 * r && r < n) store(h[r] + column, __fmul_rn(silu(g), u));
+}
+
+// A block takes ROWS pairs of one expert. grid (ceil(width / WARPS), max_tiles).
+KERNEL expert_gate_up(const act* x,      // [T, K], 16-byte aligned
+                      const int* order,  // [T * top_k], of sort_pairs
+                      const int* tiles,  // [max_tiles, 3]
+                      const int* n_tiles,       // [1]
+                      const void* gate,         // [E, width, K], or words
+                      const void* gate_scales,  // INT4: [E, width, K / group]
+                      const void* up,           // likewise
+                      const void* up_scales,    // likewise
+                      int group,
+                      act* h,  // [T * top_k, width]
+                      int top_k, int width, int K) {
+  const int column = blockIdx.x * WARPS + threadIdx.x / 32, tile = blockIdx.y;
+  if (tile >= *n_tiles || column >= width) return;
+  const int expert = tiles[3 * tile], begin = tiles[3 * tile + 1], n = tiles[3 * tile + 2];
+  const act* rows[ROWS];
+  act* out[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    const int pair = order[begin + (r < n ? r : 0)];
+    rows[r] = x + (i64)(pair / top_k) * K;
+    out[r] = h + (i64)pair * width;
+  }
+  gate_up(rows, out, n, WEIGHT(gate, gate_scales, group), WEIGHT(up, up_scales, group),
+          (i64)expert * width, column, K);
+}
+
+// The same for one MLP that all rows take. grid (ceil(width / WARPS), ceil(T / ROWS)).
+KERNEL dense_gate_up(const act* x, const void* gate, const void* gate_scales, const void* up,
+                     const void* up_scales, int group,
+                     act* h,  // [T, width]
+                     int T, int width, int K) {
+  const int column = blockIdx.x * WARPS + threadIdx.x / 32, first = blockIdx.y * ROWS;
+  if (column >= width) return;
+  const int n = min(ROWS, T - first);
+  const act* rows[ROWS];
+  act* out[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    rows[r] = x + (i64)(first + (r < n ? r : 0)) * K;
+    out[r] = h + (i64)(first + (r < n ? r : 0)) * width;
+  }
+  gate_up(rows, out, n, WEIGHT(gate, gate_scales, group), WEIGHT(up, up_scales, group), 0, column,
+          K);
+}
+
+// ==== expert_down ====
+
+// out[t, o]: in every leaf of the width, routed experts by ascending id, weighted, then the shared
+// one; then the leaf tree (R4). grid (ceil(hidden / WARPS), T); a warp owns one output of one row.
+// A leaf's sum of one expert adds as `linear`; it joins by fma(weight, sum, total). leaves <= 8.
+KERNEL expert_down(const act* h,         // [T * top_k, width], 16-byte aligned
+                   const int* ids,       // [T, top_k] ascending in a row; outside [0, E): filler
+                   const float* weights, // [T, top_k]
+                   const void* down,     // [E, hidden, width], or words
+                   const void* scales,   // INT4: [E, hidden, width / group]
+                   int group,
+                   const float* shared,  // [T, leaves, hidden], read if has_shared
+                   float* out,           // [T, hidden]
+                   int E, int top_k, int width, int hidden, int leaves, int has_shared) {
+  const int lane = threadIdx.x & 31, column = blockIdx.x * WARPS + threadIdx.x / 32;
+  if (column >= hidden) return;
+  const WEIGHT w(down, scales, group);
+  const int t = blockIdx.y, leaf_width = width / leaves;
+  float total = 0.0f;  // of leaf lane / 4
+  for (int k = 0; k < top_k; k++) {
+    const i64 pair = (i64)t * top_k + k;
+    const int expert = ids[pair];
+    if (expert < 0 || expert >= E) continue;
+    const act* const row[1] = {h + pair * width};
+    float sums[8];
+#pragma unroll
+    for (int leaf = 0; leaf < 8; leaf++) {
+      float sum[1] = {0.0f};
+      if (leaf < leaves)
+        w.accumulate(sum, row, 1, (i64)expert * hidden + column, width, leaf * leaf_width,
+                     (leaf + 1) * leaf_width);
+      sums[leaf] = sum[0];
+    }
+    total = __fmaf_rn(weights[pair], warp_sum8(sums), total);
+  }
+  const int leaf = lane / 4;
+  if (has_shared && leaf < leaves)
+    total = __fadd_rn(total, shared[((i64)t * leaves + leaf) * hidden + column]);
+  for (int distance = 4; distance < 4 * leaves; distance <<= 1)
+    total = __fadd_rn(total, __shfl_xor_sync(ALL, total, distance));
+  if (lane == 0) out[(i64)t * hidden + column] = total;
+}

@@ -1,0 +1,1079 @@
+"""The operations on a GPU: compile `kernels.cu`, check, cast, launch. Sole owner of device code.
+
+`CudaOps` has the names and signatures of `reference.ReferenceOps`; what an operation means, and
+where it rounds, is written there. Arrays live where the launcher keeps them: `CudaLauncher` on an
+NVIDIA GPU (CuPy, NVRTC), `EmulatorLauncher` in host memory, where the same kernels run thread by
+thread as host code. bfloat16 activations are stored as bfloat16.
+
+kernels.cu is cut at its banners. Every section is compiled alone behind the prelude, so an edit
+recompiles one section, and a source holds all that its result depends on (nothing is included): the
+compile cache needs no other key.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+import config
+import reference
+import sampling
+from config import UserError
+from reference import Int4Weight
+
+FILES = ("kernels.cu", "kernels_decode.cu")
+HERE = Path(__file__).resolve().parent
+OPTIONS = ("-std=c++17", "--fmad=false")  # no contraction: it changes bits between kernels (R5)
+THREADS = 256  # of every block
+ROWS = 8  # rows of x that a warp takes together
+WARPS = THREADS // 32
+HEADS = 4  # heads of one row that an attention block takes together
+MAX_SPAN_BLOCKS = 64  # grid of the span loop; a block takes every so-many-th span
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT32 = np.dtype(np.float32)
+INT32 = np.dtype(np.int32)
+UINT64 = np.dtype(np.uint64)
+REQUEST = np.dtype(  # struct Request of the kernels
+    [("seed", "u8"), ("top_p", "u8"), ("min_mass", "u8"), ("temperature", "f4"), ("top_k", "i4")]
+)
+TYPES = {FLOAT32: "float", BFLOAT16: "bf16"}  # the kernels' names
+Defines = tuple[tuple[str, object], ...]  # -D options of one section
+
+
+# ---- source ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Section:
+    """One operation's part of a source file; `line` is where its text starts."""
+
+    name: str
+    file: str
+    line: int
+    text: str
+
+    def source(self, prelude: Section) -> str:
+        """What is compiled. Errors carry the file's own line numbers."""
+        parts = (prelude,) if self.name == prelude.name else (prelude, self)
+        return "".join(f'#line {part.line} "{part.file}"\n{part.text}' for part in parts)
+
+
+def read_sections(directory: Path = HERE) -> dict[str, Section]:
+    """The banners `// ==== name ====` of all kernel files, in order; "prelude" is the first."""
+    sections: dict[str, Section] = {}
+    for file in FILES:
+        path = directory / file
+        if not path.exists():
+            continue
+        lines = path.read_text().splitlines(keepends=True)
+        banners = [
+            (i, match[1])
+            for i, line in enumerate(lines)
+            if (match := re.fullmatch(r"// ==== (\w+) ====\n", line))
+        ]
+        ends = [i for i, _ in banners[1:]] + [len(lines)]
+        for (begin, name), end in zip(banners, ends, strict=True):
+            if name in sections:
+                raise UserError(f"{file}:{begin + 1}: section {name} is there twice; rename one")
+            sections[name] = Section(name, file, begin + 2, "".join(lines[begin + 1 : end]))
+    if "prelude" not in sections:
+        raise UserError(
+            f"{directory / FILES[0]}: expected a banner // ==== prelude ====, found none"
+        )
+    return sections
+
+
+def defines_of(activation: str, extra: Defines = ()) -> tuple[str, ...]:
+    """-D options: the tile constants owned here, the activation type, a section's own."""
+    values = {"THREADS": THREADS, "ROWS": ROWS, "ACTIVATION_BF16": int(activation == "bfloat16")}
+    return tuple(f"-D{name}={value}" for name, value in (values | dict(extra)).items())
+
+
+def attention_defines(key: int, value: int, leaf: int, span: int) -> Defines:
+    """-D of the attention section: widths of a key and of its value, positions of a leaf, span."""
+    return (("KEY_WIDTH", key), ("VALUE_WIDTH", value), ("LEAF", leaf), ("SPAN", span))
+
+
+def attention_shared_bytes(key: int, leaf: int) -> int:
+    """sizeof(Shared) of the attention section."""
+    return -(-(HEADS * (key + 2 * leaf + 1) * 4) // 8) * 8 + leaf * 8
+
+
+# ---- launchers ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a device allows, read from the device.
+
+    shared_bytes  dynamic shared memory of one block at most
+    processors    streaming multiprocessors
+    """
+
+    name: str
+    architecture: str
+    shared_bytes: int
+    processors: int
+    max_grid: tuple[int, int, int] = (2**31 - 1, 65535, 65535)
+
+
+class CudaLauncher:
+    """Compiles with NVRTC and launches through CuPy on the current stream."""
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        try:
+            import cupy
+        except ImportError:
+            raise UserError(
+                "--device cuda: CuPy is not installed; install cupy-cuda12x or cupy-cuda13x, or "
+                "use --device cpu"
+            ) from None
+        try:
+            count = cupy.cuda.runtime.getDeviceCount()
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise UserError(
+                f"--device cuda: the NVIDIA driver cannot be used: {error}; update the driver or "
+                "use --device cpu"
+            ) from None
+        if not count:
+            raise UserError("--device cuda: no NVIDIA GPU was found; use --device cpu")
+        self.xp = cupy
+        self.array_type = cupy.ndarray
+        device = cupy.cuda.Device()
+        properties = cupy.cuda.runtime.getDeviceProperties(device.id)
+        self.limits = Limits(
+            name=properties["name"].decode(),
+            architecture=f"sm_{device.compute_capability}",
+            shared_bytes=int(device.attributes["MaxSharedMemoryPerBlockOptin"]),
+            processors=int(device.attributes["MultiProcessorCount"]),
+        )
+
+    def compile(self, source: str, options: tuple[str, ...], name: str):
+        """An object with get_function(kernel)."""
+        module = self.xp.RawModule(code=source, options=options, backend="nvrtc")
+        try:
+            module.compile()
+        except self.xp.cuda.compiler.CompileException as error:
+            lines = [line for line in str(error).splitlines() if ".cu(" in line] or [str(error)]
+            raise UserError(f"section {name} does not compile:\n" + "\n".join(lines)) from None
+        return module
+
+    def function(self, module, kernel: str, shared_bytes: int):
+        function = module.get_function(kernel)
+        if shared_bytes > 48 * 1024:  # more must be asked for, and only once
+            function.max_dynamic_shared_size_bytes = shared_bytes
+        return function
+
+    def launch(self, function, grid, block, args, shared_bytes: int) -> None:
+        function(grid, block, args, shared_mem=shared_bytes)
+
+    def upload(self, array: np.ndarray):
+        return self.xp.asarray(np.ascontiguousarray(array))
+
+    def download(self, array) -> np.ndarray:
+        return array.get()
+
+    def empty(self, shape, dtype):
+        return self.xp.empty(shape, dtype)
+
+    def address(self, array) -> int:
+        return array.data.ptr
+
+    def synchronize(self) -> None:
+        self.xp.cuda.get_current_stream().synchronize()
+
+
+class EmulatorLauncher:
+    """Runs the kernels as host code (tests/emulator) on NumPy arrays.
+
+    checked  watches shared memory for races
+    """
+
+    name = "emulate"
+    xp = np
+    array_type = np.ndarray
+
+    def __init__(self, checked: bool = False) -> None:
+        from tests.emulator import emulator  # host compiler needed: only when asked for
+
+        self.emulator, self.checked = emulator, checked
+        self.limits = Limits("host", "emulator", shared_bytes=101_376, processors=1)
+
+    def compile(self, source: str, options: tuple[str, ...], name: str):
+        return self.emulator.Module(source, options, name, checked=self.checked)
+
+    def function(self, module, kernel: str, shared_bytes: int):
+        return module.function(kernel)
+
+    def launch(self, function, grid, block, args, shared_bytes: int) -> None:
+        function(grid, block, args, shared_bytes)
+
+    def upload(self, array: np.ndarray) -> np.ndarray:
+        return np.array(array, order="C")
+
+    def download(self, array: np.ndarray) -> np.ndarray:
+        return np.array(array)
+
+    def empty(self, shape, dtype) -> np.ndarray:
+        return np.empty(shape, dtype)
+
+    def address(self, array: np.ndarray) -> int:
+        return array.ctypes.data
+
+    def synchronize(self) -> None:
+        pass
+
+
+# ---- weights and plans -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight [out, in], or a stack [parts, out, in], in the published layout.
+
+    format  the kernels' WEIGHT: DenseF32, DenseBf16, or Int4F32, Int4Bf16 by the type of the scales
+    data    [parts, out, in], or int32 [parts, out, in / 8];  scales: [parts, out, in / group]
+            (of a dense weight `data` again: never read)
+    leaves  parts of the sum over K that join pairwise;  row_cut: also across ranks
+    """
+
+    format: str
+    data: object
+    scales: object
+    group: int
+    parts: int
+    out_features: int
+    in_features: int
+    leaves: int = 1
+    row_cut: bool = False
+
+    @property
+    def defines(self) -> Defines:
+        return (("WEIGHT", self.format),)
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """Gate, up and down of E experts (E = 1: one MLP); the width falls in `leaves` parts."""
+
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    leaves: int
+
+
+@dataclass(frozen=True)
+class Heads:
+    """kv_b as it is, [H, nope + v, latent]: absorb_q reads the first rows of a head, absorb_v the
+    others."""
+
+    data: object
+    heads: int
+    nope: int
+    v: int
+    latent: int
+
+    @property
+    def defines(self) -> Defines:
+        return (("TABLE", TYPES[self.data.dtype]),)
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What latent_attention needs to know of the rows, in device memory.
+
+    positions int32 [T];  sequence int32 [T] (-1: filler);  lengths int32 [slots]
+    tables    int32 [slots, max_pages]
+    ancestors int32 [T, depth]  row that holds position length + d of a row's own path, or -1
+    reach     no row's position is beyond it (host; sizes the grid and the scratch)
+    """
+
+    positions: object
+    sequence: object
+    lengths: object
+    tables: object
+    ancestors: object
+    leaf: int
+    reach: int
+
+
+@dataclass(frozen=True)
+class Trees:
+    """Draft trees of B sequences on the device (spec_decode.Tree): [B, budget], sizes int32 [B]."""
+
+    token_ids: object
+    parents: object
+    depths: object
+    scores: object
+    sizes: object
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """model.Batch of trees, int32 [T] each; first int32 [B]: the row of each root."""
+
+    token_ids: object
+    positions: object
+    sequence: object
+    parent: object
+    first: object
+
+
+@dataclass(frozen=True)
+class Walks:
+    """Accepted paths of B trees; lists int32 [B, depth + 1], -1 beyond a path's end.
+
+    rows, slots, positions  accepted rows, their cache slot and position: what `put_entries` takes
+    tokens                  emitted; the last of each is in `roots` too
+    counts int32 [B]        accepted rows
+    """
+
+    rows: object
+    slots: object
+    positions: object
+    tokens: object
+    counts: object
+    roots: object
+
+
+# ---- the operations ----------------------------------------------------------------------------
+
+
+class CudaOps:
+    """The operations of `reference.ReferenceOps` by the kernels of kernels.cu.
+
+    activation  "float32" or "bfloat16"
+    comm        joins the leaf sums of several ranks (parallel.Comm); None for one rank
+    launcher    CudaLauncher or EmulatorLauncher
+    poison      new buffers are filled with NaN: what a kernel forgot to write then shows
+    debug       waits after every launch, so that a fault names its operation
+    """
+
+    def __init__(
+        self, activation: str = "float32", comm=None, launcher=None, poison=False, debug=False
+    ):
+        self.activation, self.comm = activation, comm
+        self.launcher = launcher or CudaLauncher()
+        self.name = self.launcher.name
+        self.poison, self.debug = poison, debug
+        self.act = BFLOAT16 if activation == "bfloat16" else FLOAT32
+        self.sections = read_sections()
+        self._functions: dict[tuple, object] = {}
+        self._modules: dict[tuple, object] = {}
+
+    # -- compile and launch
+
+    def _function(self, section: str, kernel: str, defines, shared_bytes: int):
+        key = (section, kernel, defines, shared_bytes if shared_bytes > 48 * 1024 else 0)
+        if key not in self._functions:
+            module_key = (section, defines)
+            if module_key not in self._modules:
+                source = self.sections[section].source(self.sections["prelude"])
+                options = (*OPTIONS, *defines_of(self.activation, defines))
+                self._modules[module_key] = self.launcher.compile(source, options, section)
+            module = self._modules[module_key]
+            self._functions[key] = self.launcher.function(module, kernel, shared_bytes)
+        return self._functions[key]
+
+    def _launch(self, section, kernel, grid, *args, shared_bytes=0, defines=()) -> None:
+        """Launch with checked grid, shared memory and casted scalars; no work, no launch."""
+        grid = (*grid, *(1,) * (3 - len(grid)))
+        if 0 in grid:
+            return
+        limits = self.launcher.limits
+        if any(n > most for n, most in zip(grid, limits.max_grid, strict=True)):
+            raise UserError(
+                f"{kernel}: a grid of {grid} blocks is more than {limits.name} allows "
+                f"({limits.max_grid}); use fewer rows in one forward"
+            )
+        if shared_bytes > limits.shared_bytes:
+            raise UserError(
+                f"{kernel}: needs {shared_bytes} bytes of shared memory, a block on {limits.name} "
+                f"has {limits.shared_bytes}; use a smaller decode.leaf"
+            )
+        function = self._function(section, kernel, defines, shared_bytes)
+        self.launcher.launch(
+            function, grid, (THREADS, 1, 1), tuple(_scalar(kernel, a) for a in args), shared_bytes
+        )
+        if self.debug:
+            try:
+                self.launcher.synchronize()
+            except Exception as error:
+                raise RuntimeError(f"{kernel} with grid {grid} failed: {error}") from error
+
+    def reload(self) -> list[str]:
+        """Read the sources again; returns the changed sections. Nothing changes on an error."""
+        sections = read_sections()
+        if sections["prelude"].text != self.sections["prelude"].text:
+            changed = list(sections)
+        else:
+            changed = [
+                name
+                for name, section in sections.items()
+                if name not in self.sections or section.text != self.sections[name].text
+            ]
+        modules = {}
+        for name, defines in self._modules:
+            if name in changed and name in sections:
+                source = sections[name].source(sections["prelude"])
+                options = (*OPTIONS, *defines_of(self.activation, defines))
+                modules[name, defines] = self.launcher.compile(source, options, name)
+        self.sections = sections
+        self._modules.update(modules)
+        self._functions = {k: f for k, f in self._functions.items() if k[0] not in changed}
+        return changed
+
+    # -- memory
+
+    def empty(self, shape, dtype=FLOAT32):
+        """A new array, unwritten (NaN under `poison`)."""
+        array = self.launcher.empty(shape, dtype)
+        if self.poison and array.size:
+            array.reshape(-1).view(np.uint8)[...] = 0xFF  # NaN in both float types, -1 in int32
+        return array
+
+    def zeros(self, shape, dtype=None):
+        """A new array of zeros, of the activation type: the cache's pages."""
+        array = self.launcher.empty(shape, dtype or self.act)
+        array.reshape(-1).view(np.uint8)[...] = 0
+        return array
+
+    def index(self, array):
+        """Row numbers, positions or ids as int32 where the kernels read them."""
+        if isinstance(array, self.launcher.array_type) and array.dtype == INT32:
+            return array
+        return self.launcher.upload(np.asarray(array, np.int32))
+
+    def download(self, array) -> np.ndarray:
+        """Any array of these operations as NumPy, bfloat16 as float32. Waits for the device."""
+        host = self.launcher.download(array)
+        return host.astype(np.float32) if host.dtype == BFLOAT16 else host
+
+    def _take(self, op: str, name: str, array, dtype, *shape):
+        """The array, after its checks; None in `shape` stands for any size."""
+        where = f"{op}: {name}"
+        if not isinstance(array, self.launcher.array_type):
+            raise UserError(
+                f"{where}: expected an array on {self.name}, got {type(array).__name__}; upload it"
+            )
+        fits = array.ndim == len(shape) and all(
+            want is None or want == have for want, have in zip(shape, array.shape, strict=True)
+        )
+        if array.dtype != dtype or not fits:
+            expected = ", ".join("any" if n is None else str(n) for n in shape)
+            raise UserError(
+                f"{where}: expected {np.dtype(dtype).name} [{expected}], got {array.dtype.name} "
+                f"{list(array.shape)}"
+            )
+        if not array.flags.c_contiguous:
+            raise UserError(
+                f"{where}: expected C order, got strides {array.strides}; copy it first"
+            )
+        if array.size and self.launcher.address(array) % 16:
+            raise UserError(f"{where}: expected 16-byte alignment, got an odd slice; copy it first")
+        return array
+
+    def _rows_of(self, op: str, x):
+        """Checks an activation or fp32 array of rows; returns it and "act" or "f32"."""
+        if getattr(x, "dtype", None) == self.act:
+            return self._take(op, "x", x, self.act, *x.shape), "act"
+        return self._take(op, "x", x, FLOAT32, *getattr(x, "shape", (None,))), "f32"
+
+    # -- weights, once at load
+
+    def upload(self, array):
+        """A norm weight, bias or rotation table: float32. A bfloat16 matrix stays bfloat16."""
+        array = np.asarray(array)
+        keep = array.ndim == 2 and array.dtype == BFLOAT16
+        return self.launcher.upload(array if keep else array.astype(np.float32))
+
+    def _matrix(self, weight, leaves: int = 1, row_cut: bool = False) -> Matrix:
+        if isinstance(weight, Int4Weight):
+            scales = weight.scales
+            kind = "Int4Bf16" if scales.dtype == BFLOAT16 else "Int4F32"
+            group, data = weight.group_size, self.launcher.upload(weight.packed.view(np.int32))
+            if group % 8 or (weight.in_features // leaves) % group:
+                raise UserError(
+                    f"prepare: {weight.in_features} input columns in {leaves} leaves are not whole "
+                    f"groups of {group}"
+                )
+            uploaded = self.launcher.upload(scales)
+        else:
+            weight = np.asarray(weight)
+            kind, group = {FLOAT32: "DenseF32", BFLOAT16: "DenseBf16"}.get(weight.dtype), 1
+            if kind is None:
+                raise UserError(
+                    f"prepare: expected a float32, bfloat16 or INT4 weight, got {weight.dtype}"
+                )
+            data = uploaded = self.launcher.upload(weight)
+        shape = weight.packed.shape if isinstance(weight, Int4Weight) else weight.shape
+        in_features = shape[-1] * (8 if isinstance(weight, Int4Weight) else 1)
+        parts = math.prod(shape[:-2])
+        if in_features % leaves or leaves & (leaves - 1):
+            raise UserError(
+                f"prepare: {in_features} input columns cannot be cut in {leaves} leaves; expected "
+                "a power of two that divides them"
+            )
+        return Matrix(kind, data, uploaded, group, parts, shape[-2], in_features, leaves, row_cut)
+
+    def prepare(self, weight, *, shards: int = 1, row_cut: bool = False) -> Matrix:
+        """A matrix for `linear`. Only K is cut in leaves: column shards cannot change a sum."""
+        return self._matrix(weight, shards if row_cut else 1, row_cut)
+
+    def prepare_mlp(self, gate, up, down, n_leaves: int) -> Mlp:
+        """Stacks [E, width, hidden], [E, width, hidden], [E, hidden, width], dense or INT4."""
+        return Mlp(
+            self._matrix(gate), self._matrix(up), self._matrix(down, n_leaves, True), n_leaves
+        )
+
+    def prepare_heads(self, kv_b, n_heads: int, nope: int, v: int) -> tuple[Heads, Heads]:
+        """kv_b [H * (nope + v), latent], dense, for latent_query and absorb_v."""
+        matrix = self._matrix(kv_b)
+        if matrix.group != 1:
+            raise UserError("prepare_heads: expected a dense kv_b_proj, got INT4")
+        heads = Heads(matrix.data, n_heads, nope, v, matrix.in_features)
+        return heads, heads
+
+    # -- dense
+
+    def round(self, x):
+        """fp32 to the activation type."""
+        x = self._take("round", "x", x, FLOAT32, *x.shape)
+        if self.act == FLOAT32:
+            return x
+        out = self.empty(x.shape, self.act)
+        grid = (_ceil(x.size, THREADS),)
+        self._launch("elementwise", "round_to_activation", grid, x, out, np.int64(x.size))
+        return out
+
+    def embed(self, token_ids, table, first_id: int):
+        """int32 [T] -> [T, hidden]; the rank's rows start at `first_id`, others read as zero."""
+        ids = self.index(token_ids)
+        n, hidden = table.shape
+        table = self._take("embed", "table", table, table.dtype, n, hidden)
+        out = self.empty((len(ids), hidden))
+        grid = (_ceil(hidden, THREADS), len(ids))
+        defines = (("TABLE", TYPES[table.dtype]),)
+        self._launch("embed", "embed", grid, ids, table, out, first_id, n, hidden, defines=defines)
+        return self.round(out if self.comm is None else self.comm.tree_sum(out))
+
+    def rms_norm(self, x, weight, eps: float):
+        """x [..., K] -> x / sqrt(mean(x^2) + eps), rounded, times weight [K], rounded."""
+        x, kind = self._rows_of("rms_norm", x)
+        k = x.shape[-1]
+        weight = self._take("rms_norm", "weight", weight, FLOAT32, k)
+        out = self.empty(x.shape, self.act)
+        grid = (x.size // k,)
+        inverse = np.float32(1.0 / k)
+        self._launch("rms_norm", f"rms_norm_{kind}", grid, x, weight, out, k, inverse, eps)
+        return out
+
+    def linear(self, x, weight: Matrix):
+        """x [T, in] times weight [out, in] -> fp32 [T, out]."""
+        y = self._linear("linear", x, weight, weight.out_features)
+        return self.comm.tree_sum(y) if weight.row_cut and self.comm is not None else y
+
+    def _linear(self, op: str, x, weight: Matrix, columns: int):
+        x = self._take(op, "x", x, self.act, None, weight.in_features)
+        y = self.empty((len(x), columns))
+        grid = (_ceil(columns, WARPS), _ceil(len(x), ROWS))
+        self._launch(
+            "linear", "linear", grid, x, weight.data, weight.scales, weight.group, y, len(x),
+            columns, weight.in_features, weight.leaves, defines=weight.defines,
+        )  # fmt: skip
+        return y
+
+    def add(self, x, y):
+        """The residual: x + round(y), rounded."""
+        x = self._take("add", "x", x, self.act, *x.shape)
+        y = self._take("add", "y", y, FLOAT32, *x.shape)
+        out = self.empty(x.shape, self.act)
+        grid = (_ceil(x.size, THREADS),)
+        self._launch("elementwise", "add", grid, x, y, out, np.int64(x.size))
+        return out
+
+    def silu_mul(self, gate, up):
+        """SiLU(gate) * up, rounded."""
+        gate = self._take("silu_mul", "gate", gate, FLOAT32, *gate.shape)
+        up = self._take("silu_mul", "up", up, FLOAT32, *gate.shape)
+        out = self.empty(gate.shape, self.act)
+        grid = (_ceil(gate.size, THREADS),)
+        self._launch("elementwise", "silu_mul", grid, gate, up, out, np.int64(gate.size))
+        return out
+
+    def rope_table(self, rope: config.Rope, dim: int, positions: int):
+        """cos and sin, fp32 [positions, dim / 2], computed on the host as the reference does."""
+        cosines, sines = rope_table(rope, dim, positions)
+        return self.launcher.upload(cosines), self.launcher.upload(sines)
+
+    def rope_halves(self, x, cos, sin, positions):
+        """The drafter's rotation of x [T, H, d]: component i pairs with i + d / 2. Rounded."""
+        n, heads, d = x.shape
+        x = self._take("rope_halves", "x", x, self.act, None, None, None)
+        self._take("rope_halves", "cos", cos, FLOAT32, None, d // 2)
+        positions = self._take("rope_halves", "positions", self.index(positions), INT32, n)
+        out = self.empty(x.shape, self.act)
+        grid = (_ceil(heads * (d // 2), THREADS), n)
+        self._launch("rope", "rope_halves", grid, x, cos, sin, positions, out, heads, d)
+        return out
+
+    def take_rows(self, x, rows):
+        """x [T, K] at int32 rows [n] -> [n, K]; a row number of -1 gives zeros."""
+        x = self._take("take_rows", "x", x, self.act, None, None)
+        rows = self.index(rows)
+        n_rows, k = x.shape
+        out = self.empty((len(rows), k), self.act)
+        grid = (_ceil(k, THREADS), len(rows))
+        self._launch("elementwise", "take_rows", grid, x, rows, out, n_rows, k)
+        return out
+
+    def join_columns(self, parts: list):
+        """[T, K] arrays side by side."""
+        n, width = len(parts[0]), sum(p.shape[1] for p in parts)
+        out = self.empty((n, width), self.act)
+        first = 0
+        for part in parts:
+            part = self._take("join_columns", "part", part, self.act, n, None)
+            k = part.shape[1]
+            grid = (_ceil(k, THREADS), n)
+            self._launch("elementwise", "put_columns", grid, part, out, k, width, first)
+            first += k
+        return out
+
+    # -- latent attention
+
+    def plan_attention(self, positions, sequence, parent, lengths, tables, leaf: int):
+        """Which row holds every position of a row's own path (R3). Arguments as the reference's;
+        arrays that are on the device already are taken as they are, and `tables` may be an int32
+        [slots, max_pages] array. A sequence of -1 makes a filler row."""
+        on_device = self.name != "emulate" and isinstance(tables, self.launcher.array_type)
+        if not isinstance(tables, self.launcher.array_type):
+            tables = self.launcher.upload(_page_table(tables))
+        rows = [self.index(a) for a in (positions, sequence, parent)]
+        lengths = self.index(lengths)
+        n = len(rows[0])
+        reach = tables.shape[1] * leaf - 1 if on_device else int(np.max(positions, initial=0))
+        ancestors = self.empty((n, n), INT32)
+        self._launch(
+            "plan", "plan_ancestors", (_ceil(n, THREADS),), *rows, lengths, ancestors, n, n
+        )
+        return AttentionPlan(rows[0], rows[1], lengths, tables, ancestors, leaf, reach)
+
+    def latent_query(self, q, key: Heads, cos, sin, positions):
+        """q [T, H, nope + rope] -> absorbed and rotated [T, H, latent + rope], rounded."""
+        rope = q.shape[2] - key.nope
+        q = self._take("latent_query", "q", q, self.act, None, key.heads, key.nope + rope)
+        self._take("latent_query", "cos", cos, FLOAT32, None, rope // 2)
+        n = len(q)
+        positions = self._take("latent_query", "positions", self.index(positions), INT32, n)
+        out = self.empty((n, key.heads, key.latent + rope), self.act)
+        self._launch(
+            "absorb", "latent_query", (key.heads, _ceil(n, ROWS)), q, key.data, cos, sin, positions,
+            out, n, key.heads, key.nope, key.v, key.latent, rope,
+            shared_bytes=ROWS * key.nope * 4, defines=key.defines,
+        )  # fmt: skip
+        return out
+
+    def latent_entry(self, kv, weight, eps: float, cos, sin, positions):
+        """kv_a's fp32 output [T, latent + rope] -> the cache entry: normed latent, rotated key."""
+        latent = weight.shape[0]
+        kv = self._take("latent_entry", "kv", kv, FLOAT32, None, None)
+        n, rope = len(kv), kv.shape[1] - latent
+        self._take("latent_entry", "weight", weight, FLOAT32, latent)
+        self._take("latent_entry", "cos", cos, FLOAT32, None, rope // 2)
+        positions = self._take("latent_entry", "positions", self.index(positions), INT32, n)
+        out = self.empty(kv.shape, self.act)
+        self._launch(
+            "rope", "latent_entry", (n,), kv, weight, cos, sin, positions, out, latent, rope,
+            np.float32(1.0 / latent), eps,
+        )  # fmt: skip
+        return out
+
+    def absorb_v(self, o, value: Heads):
+        """o [T, H, latent] -> rounded [T, H, v]."""
+        o = self._take("absorb_v", "o", o, self.act, None, value.heads, value.latent)
+        out = self.empty((len(o), value.heads, value.v), self.act)
+        grid = (_ceil(value.heads * value.v, WARPS), _ceil(len(o), ROWS))
+        self._launch(
+            "absorb", "absorb_v", grid, o, value.data, out, len(o), value.heads, value.nope,
+            value.v, value.latent, defines=value.defines,
+        )  # fmt: skip
+        return out
+
+    def latent_attention(self, q, pages, fresh, plan: AttentionPlan, scale, latent: int, span: int):
+        """Absorbed MLA over leaves -> rounded [T, H, latent]."""
+        op = "latent_attention"
+        n, heads, width = q.shape
+        q = self._take(op, "q", q, self.act, None, None, None)
+        pages = self._take(op, "pages", pages, self.act, None, plan.leaf, width)
+        fresh = self._take(op, "fresh", fresh, self.act, n, width)
+        spans = plan.reach // (plan.leaf * span) + 1
+        parts = self.empty((n, heads, spans, 2))
+        values = self.empty((n, heads, spans, latent))
+        out = self.empty((n, heads, latent), self.act)
+        defines = attention_defines(width, latent, plan.leaf, span)
+        self._launch(
+            "attention", "latent_spans", (min(spans, MAX_SPAN_BLOCKS), _ceil(heads, HEADS), n),
+            q, pages, fresh, plan.positions, plan.sequence, plan.lengths, plan.tables,
+            plan.ancestors, parts, values, heads, spans, plan.tables.shape[1],
+            plan.ancestors.shape[1], np.float32(scale) * reference.LOG2E,
+            shared_bytes=attention_shared_bytes(width, plan.leaf), defines=defines,
+        )  # fmt: skip
+        grid = (_ceil(latent, THREADS), heads, n)
+        self._launch(
+            "attention", "latent_fold", grid, parts, values, plan.positions, plan.sequence, out,
+            heads, spans, defines=defines,
+        )  # fmt: skip
+        return out
+
+    # -- experts
+
+    def route(self, x, router: Matrix, bias, top_k: int, normalise: bool, scaling: float):
+        """Sigmoid router -> ids int32 [T, top_k] ascending, weights fp32 [T, top_k]."""
+        logits = self.linear(x, router)
+        n, experts = logits.shape
+        bias = self._take("route", "bias", bias, FLOAT32, experts)
+        ids, weights = self.empty((n, top_k), INT32), self.empty((n, top_k))
+        self._launch(
+            "route", "route", (n,), logits, bias, ids, weights, experts, top_k, int(normalise),
+            np.float32(scaling), shared_bytes=8 * experts,
+        )  # fmt: skip
+        return ids, weights
+
+    def mlp(self, x, weight: Mlp):
+        """A dense gated MLP: x [T, hidden] -> fp32 [T, hidden], leaves joined."""
+        return self.linear(self._dense_gate_up("mlp", x, weight), weight.down)
+
+    def _dense_gate_up(self, op: str, x, weight: Mlp):
+        gate, up = weight.gate, weight.up
+        x = self._take(op, "x", x, self.act, None, gate.in_features)
+        h = self.empty((len(x), gate.out_features), self.act)
+        grid = (_ceil(gate.out_features, WARPS), _ceil(len(x), ROWS))
+        self._launch(
+            "gate_up", "dense_gate_up", grid, x, gate.data, gate.scales, up.data, up.scales,
+            gate.group, h, len(x), gate.out_features, gate.in_features, defines=gate.defines,
+        )  # fmt: skip
+        return h
+
+    def moe(self, x, ids, weights, experts: Mlp, shared: Mlp | None):
+        """Routed and shared experts -> fp32 [T, hidden] (R4). Ids outside [0, E) are filler."""
+        gate, up, down = experts.gate, experts.up, experts.down
+        x = self._take("moe", "x", x, self.act, None, gate.in_features)
+        n, (top_k, e, width) = len(x), (ids.shape[1], gate.parts, gate.out_features)
+        ids = self._take("moe", "ids", ids, INT32, n, top_k)
+        weights = self._take("moe", "weights", weights, FLOAT32, n, top_k)
+        pairs = n * top_k
+        max_tiles = min(pairs, e + pairs // ROWS)
+        order, tiles = self.empty((pairs,), INT32), self.empty((max_tiles, 3), INT32)
+        n_tiles = self.empty((1,), INT32)
+        self._launch(
+            "sort_pairs", "sort_pairs", (1 if pairs else 0,), ids, order, tiles, n_tiles, pairs, e,
+            shared_bytes=8 * THREADS,
+        )  # fmt: skip
+        h = self.empty((pairs, width), self.act)
+        self._launch(
+            "gate_up", "expert_gate_up", (_ceil(width, WARPS), max_tiles), x, order, tiles, n_tiles,
+            gate.data, gate.scales, up.data, up.scales, gate.group, h, top_k, width,
+            gate.in_features, defines=gate.defines,
+        )  # fmt: skip
+        out = self.empty((n, down.out_features))
+        beside = out if shared is None else self._shared_leaves(x, shared, experts.leaves)
+        self._launch(
+            "expert_down", "expert_down", (_ceil(down.out_features, WARPS), n), h, ids, weights,
+            down.data, down.scales, down.group, beside, out, e, top_k, width, down.out_features,
+            experts.leaves, int(shared is not None), defines=down.defines,
+        )  # fmt: skip
+        return out if self.comm is None else self.comm.tree_sum(out)
+
+    def _shared_leaves(self, x, shared: Mlp, leaves: int):
+        """Unjoined leaf sums of the shared experts, fp32 [T, leaves, hidden]."""
+        down = shared.down
+        if shared.leaves != leaves:
+            raise UserError(
+                f"moe: shared experts in {shared.leaves} leaves, routed ones in {leaves}; expected "
+                "equal numbers"
+            )
+        h = self._dense_gate_up("moe", x, shared)
+        y = self.empty((len(x), leaves, down.out_features))
+        grid = (_ceil(down.out_features, WARPS), _ceil(len(x), ROWS))
+        self._launch(
+            "linear", "linear_leaves", grid, h, down.data, down.scales, down.group, y, len(x),
+            down.out_features, down.in_features, leaves, defines=down.defines,
+        )  # fmt: skip
+        return y
+
+    # -- tokens
+
+    def head(self, x, weight: Matrix, vocab_size: int):
+        """fp32 logits [T, V]: each rank's columns, gathered; the padding of the last is cut off."""
+        if self.comm is None:
+            return self._linear("head", x, weight, vocab_size)
+        logits = self.comm.gather_columns(self.linear(x, weight))
+        return self.launcher.xp.ascontiguousarray(logits[:, :vocab_size])
+
+    # -- the drafter
+
+    def block_attention(self, q, kv, pages, tables, lengths, window: int, scale: float, span: int):
+        """Drafter attention: every block over its context and itself, non-causal -> rounded."""
+        op = "block_attention"
+        rows, heads, d = q.shape
+        q = self._take(op, "q", q, self.act, None, None, None)
+        kv = self._take(op, "kv", kv, self.act, rows, 2, None, d)
+        kv_heads, leaf = kv.shape[2], pages.shape[1]
+        pages = self._take(op, "pages", pages, self.act, None, leaf, 2, kv_heads, d)
+        if not isinstance(tables, self.launcher.array_type):
+            tables = self.launcher.upload(_page_table(tables))
+        blocks, max_pages = tables.shape
+        lengths = self._take(op, "lengths", self.index(lengths), INT32, blocks)
+        n = rows // blocks
+        if n > leaf:
+            raise UserError(f"{op}: a block of {n} rows does not fit a leaf of {leaf} positions")
+        spans = max_pages // span + 1
+        parts = self.empty((rows, heads, spans, 2))
+        values = self.empty((rows, heads, spans, d))
+        out = self.empty(q.shape, self.act)
+        defines = attention_defines(d, d, leaf, span)
+        grid = (min(spans, MAX_SPAN_BLOCKS), kv_heads * _ceil(heads // kv_heads, HEADS), rows)
+        self._launch(
+            "attention", "block_spans", grid, q, kv, pages, lengths, tables, parts, values, n,
+            heads, kv_heads, spans, max_pages, window, np.float32(scale) * reference.LOG2E,
+            shared_bytes=attention_shared_bytes(d, leaf), defines=defines,
+        )  # fmt: skip
+        grid = (_ceil(d, THREADS), heads, rows)
+        self._launch(
+            "attention", "block_fold", grid, parts, values, lengths, out, n, heads, spans,
+            defines=defines,
+        )  # fmt: skip
+        return out
+
+    # -- the choice of tokens
+
+    def requests(self, params) -> object:
+        """SamplingParams of n rows as the kernels read them, uint8 [n, 32]."""
+        packed = np.zeros(len(params), REQUEST)
+        for row, asked in zip(packed, params, strict=True):
+            if asked.greedy:
+                continue
+            if asked.seed is None:
+                raise UserError(
+                    "choose: a sampled request needs its seed (SamplingParams.with_seed)"
+                )
+            row["seed"], row["temperature"] = asked.seed, asked.temperature
+            row["top_p"] = max(1, int(math.ldexp(asked.top_p, 64))) if asked.top_p < 1 else 0
+            row["min_mass"] = int(math.ldexp(asked.min_p, sampling.MASS_BITS))
+            row["top_k"] = max(asked.top_k, 0)
+        return self.launcher.upload(packed.view(np.uint8).reshape(len(params), REQUEST.itemsize))
+
+    def choose(self, logits, positions, params, paths=None):
+        """The target's token for each row, to the bit that of `sampling.choose` -> int32 [T].
+
+        logits fp32 [T, V], not changed;  positions of the emitted tokens;  params, paths: T each
+        """
+        n, vocab = logits.shape
+        logits = self._take("choose", "logits", logits, FLOAT32, None, None)
+        positions = self._take("choose", "positions", self.index(positions), INT32, n)
+        adjusted = logits
+        if any(p.needs_path or p.logit_bias for p in params):
+            adjusted = self._penalised(logits, params, paths)
+        tokens, peaks = self.empty((n,), INT32), self.empty((n,))
+        self._launch("tokens", "best_tokens", (n,), logits, adjusted, tokens, peaks, vocab)
+        if all(p.greedy for p in params):
+            return tokens
+        requests = self.requests(params)
+        scores, masses = self.empty((n, vocab)), self.empty((n, vocab), UINT64)
+        self._launch(
+            "tokens", "noisy_scores", (_ceil(vocab, THREADS), n), adjusted, requests, positions,
+            tokens, peaks, scores, masses, vocab,
+        )  # fmt: skip
+        self._launch("tokens", "choose", (n,), adjusted, requests, scores, masses, tokens, vocab)
+        return tokens
+
+    def _penalised(self, logits, params, paths):
+        """A copy of the logits with penalties, logit bias and min_tokens of every row."""
+        seen, bias, stops, penalties = [], [], [], np.ones((len(params), 3), np.float32)
+        for row, (asked, path) in enumerate(
+            zip(params, paths or [None] * len(params), strict=True)
+        ):
+            if asked.needs_path and path is None:
+                raise UserError("choose: these parameters need the row's path, got None")
+            penalties[row] = (
+                asked.repetition_penalty,
+                asked.frequency_penalty,
+                asked.presence_penalty,
+            )
+            counts = dict.fromkeys(path.prompt.tolist(), 0) | dict(path.output) if path else {}
+            seen.append(counts if asked.needs_path else {})
+            bias.append(dict(asked.logit_bias))
+            early = path is not None and path.length < asked.min_tokens
+            stops.append(dict.fromkeys(path.stop_ids, 0) if early else {})
+        n, vocab = logits.shape
+        adjusted = self.empty(logits.shape)
+        adjusted[...] = logits
+        lists = [
+            *self._lists(seen, INT32),
+            *self._lists(bias, FLOAT32),
+            *self._lists(stops, INT32)[:2],
+        ]
+        self._launch(
+            "tokens", "penalise", (n,), adjusted, self.launcher.upload(penalties), *lists, vocab
+        )
+        return adjusted
+
+    def _lists(self, rows: list[dict], dtype):
+        """{id: value} of every row as (offsets [n + 1], ids, values); ids and values not empty."""
+        offsets = np.cumsum([0, *(len(r) for r in rows)])
+        ids = [i for r in rows for i in r] or [0]
+        values = [v for r in rows for v in r.values()] or [0]
+        arrays = np.array(offsets, np.int32), np.array(ids, np.int32), np.array(values, dtype)
+        return [self.launcher.upload(a) for a in arrays]
+
+    def add_noise(self, logits, positions, params):
+        """Draft logits [T, V] of sampled rows / temperature + the target's noise at `positions`."""
+        n, vocab = logits.shape
+        logits = self._take("add_noise", "logits", logits, FLOAT32, None, None)
+        positions = self._take("add_noise", "positions", self.index(positions), INT32, n)
+        out = self.empty(logits.shape)
+        grid = (_ceil(vocab, THREADS), n)
+        self._launch(
+            "tokens", "add_noise", grid, logits, self.requests(params), positions, out, vocab
+        )
+        return out
+
+    def top_log_probs(self, logits, k: int):
+        """The k most likely tokens of each row: ids int32, log-probabilities fp32, [T, k].
+
+        Ordered by logit descending, then id ascending.
+        """
+        ids, log_probs, _ = self._top_log_probs(logits, k, None)
+        return ids, log_probs
+
+    def log_softmax_top(self, logits, chosen, n: int) -> sampling.TokenLogprobs:
+        """Log-probabilities of chosen tokens and of the n most likely, as `sampling`'s, on host."""
+        chosen = self._take("log_softmax_top", "chosen", self.index(chosen), INT32, len(logits))
+        ids, log_probs, of_chosen = self._top_log_probs(logits, max(n, 1), chosen)
+        ids, log_probs = self.download(ids)[:, :n], self.download(log_probs)[:, :n]
+        return sampling.TokenLogprobs(self.download(of_chosen), ids, log_probs)
+
+    def _top_log_probs(self, logits, k: int, chosen):
+        rows, vocab = logits.shape
+        logits = self._take("top_log_probs", "logits", logits, FLOAT32, None, None)
+        k = min(k, vocab)
+        ids, log_probs = self.empty((rows, k), INT32), self.empty((rows, k))
+        of_chosen = self.empty((rows,))
+        self._launch(
+            "tokens", "top_log_probs", (rows,), logits, ids if chosen is None else chosen, ids,
+            log_probs, of_chosen, vocab, k, int(chosen is not None), shared_bytes=8 * k,
+        )  # fmt: skip
+        return ids, log_probs, of_chosen
+
+    # -- trees and cache entries, on the device for a batch of sequences
+
+    def build_trees(self, roots, limits, candidates, log_probs, budget: int) -> Trees:
+        """`spec_decode.build_tree` for B sequences: candidates, log_probs [B, D, W]."""
+        b, depth, width = candidates.shape
+        roots = self._take("build_trees", "roots", self.index(roots), INT32, b)
+        limits = self._take("build_trees", "limits", self.index(limits), INT32, b)
+        self._take("build_trees", "candidates", candidates, INT32, b, depth, width)
+        self._take("build_trees", "log_probs", log_probs, FLOAT32, b, depth, width)
+        ids, parents, depths = (self.empty((b, budget), INT32) for _ in range(3))
+        scores, sizes = self.empty((b, budget)), self.empty((b,), INT32)
+        self._launch(
+            "tree", "build_trees", (_ceil(b, WARPS),), roots, limits, candidates, log_probs, ids,
+            parents, depths, scores, sizes, b, depth, width, budget,
+            shared_bytes=12 * WARPS * budget,
+        )  # fmt: skip
+        return Trees(ids, parents, depths, scores, sizes)
+
+    def tree_rows(self, trees: Trees, slots, lengths, rows: int) -> TreeRows:
+        """The trees as the rows of one forward of `rows` rows; those left over are filler."""
+        b, budget = trees.token_ids.shape
+        slots = self._take("tree_rows", "slots", self.index(slots), INT32, b)
+        ids, positions, sequence, parent = (self.empty((rows,), INT32) for _ in range(4))
+        first = self.empty((b,), INT32)
+        self._launch(
+            "tree", "tree_rows", (1 if rows else 0,), trees.token_ids, trees.parents, trees.depths,
+            trees.sizes, slots, self.index(lengths), ids, positions, sequence, parent, first, b,
+            budget, rows,
+        )  # fmt: skip
+        return TreeRows(ids, positions, sequence, parent, first)
+
+    def walk_trees(self, trees: Trees, first, choices, slots, lengths, depth: int) -> Walks:
+        """Follow the target's `choices` (int32 [T], by row) through every tree; at most depth + 1
+        accepted rows each."""
+        b, budget = trees.token_ids.shape
+        first = self._take("walk_trees", "first", first, INT32, b)
+        choices = self._take("walk_trees", "choices", self.index(choices), INT32, None)
+        slots = self._take("walk_trees", "slots", self.index(slots), INT32, b)
+        lists = [self.empty((b, depth + 1), INT32) for _ in range(4)]
+        counts, roots = self.empty((b,), INT32), self.empty((b,), INT32)
+        self._launch(
+            "tree", "walk_trees", (_ceil(b, WARPS),), trees.token_ids, trees.parents, trees.sizes,
+            first, choices, slots, self.index(lengths), *lists, counts, roots, b, budget, depth + 1,
+        )  # fmt: skip
+        return Walks(*lists, counts, roots)
+
+    def put_entries(self, pages, entries, rows, slots, positions, tables) -> None:
+        """Write rows of `entries` [layers, T, width] into `pages` [layers, n_pages, leaf, width] at
+        positions of sequences; a slot of -1 is skipped. Page numbers from `tables`, int32 on the
+        device or lists."""
+        layers, n_pages, leaf, width = pages.shape
+        pages = self._take("put_entries", "pages", pages, self.act, None, None, None, None)
+        entries = self._take("put_entries", "entries", entries, self.act, layers, None, width)
+        if not isinstance(tables, self.launcher.array_type):
+            tables = self.launcher.upload(_page_table(tables))
+        rows, slots, positions = (self.index(a).reshape(-1) for a in (rows, slots, positions))
+        grid = (_ceil(width, THREADS), len(rows), layers)
+        self._launch(
+            "entries", "put_entries", grid, entries, rows, slots, positions, tables, pages,
+            entries.shape[1], width, tables.shape[1], leaf, np.int64(n_pages * leaf * width),
+        )  # fmt: skip
+
+    def advance(self, lengths, slots, counts) -> None:
+        """lengths[slots] += counts, on the device; each slot once."""
+        lengths = self._take("advance", "lengths", lengths, INT32, None)
+        slots = self.index(slots)
+        counts = self._take("advance", "counts", self.index(counts), INT32, len(slots))
+        grid = (_ceil(len(slots), THREADS),)
+        self._launch("entries", "advance", grid, slots, counts, lengths, len(slots))
+
+
+# ---- helpers -----------------------------------------------------------------------------------
+
+
+def rope_table(rope: config.Rope, dim: int, positions: int) -> tuple[np.ndarray, np.ndarray]:
+    """The reference's rotation table, on the host."""
+    inverse, amplitude = reference.rope_frequencies(rope, dim)
+    angles = np.arange(positions)[:, None] * inverse
+    return (
+        (np.cos(angles) * amplitude).astype(np.float32),
+        (np.sin(angles) * amplitude).astype(np.float32),
+    )
+
+
+def _ceil(n: int, unit: int) -> int:
+    return -(-n // unit)
+
+
+def _page_table(tables) -> np.ndarray:
+    """Lists of pages as one int32 [slots, most pages], at least one column; -1 where none is."""
+    width = max((len(t) for t in tables), default=0)
+    out = np.full((len(tables), max(width, 1)), -1, np.int32)
+    for row, table in zip(out, tables, strict=True):
+        row[: len(table)] = table
+    return out
+
+
+def _scalar(kernel: str, value):
+    """A Python number as the 4 bytes that a kernel's int or float takes; arrays as they are."""
+    if isinstance(value, (bool, int)):
+        if not -(2**31) <= value < 2**31:
+            raise UserError(f"{kernel}: {value} does not fit an int argument")
+        return np.int32(value)
+    return np.float32(value) if isinstance(value, float) else value
