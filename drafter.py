@@ -14,7 +14,7 @@ import numpy as np
 import config
 from cache import LatentCache
 from model import Model
-from reference import softmax_scale, stack_of_one
+from reference import stack_of_one
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Drafter:
         self.dims, self.ops, self.target, self.span = dims, ops, target, span
         self.heads = dims.num_attention_heads // size
         self.kv_heads = dims.num_key_value_heads // size
-        self.scale = softmax_scale(dims.rope, dims.head_dim)
+        self.scale = dims.head_dim**-0.5  # unlike the target's, without YaRN's correction
         self.cos, self.sin = ops.rope_table(dims.rope, dims.head_dim, context + dims.block_size)
         self.fc = ops.prepare(weights.fc)
         self.hidden_norm = ops.upload(weights.hidden_norm)

@@ -450,7 +450,7 @@ class ReferenceOps:
         local = token_ids - first_id
         mine = (local >= 0) & (local < table.shape[0])
         rows = table[np.where(mine, local, 0)]
-        rows[~mine] = 0
+        rows[~mine] = -0.0  # the one number whose sum with any x is x, bit for bit
         return self.round(rows if self.comm is None else self.comm.tree_sum(rows))
 
     def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -604,7 +604,8 @@ class ReferenceOps:
         ids, weights [T, k], ids ascending in a row; an id outside [0, E) adds nothing (filler).
         Within each leaf: experts by ascending id, weighted, then the shared one; then the tree.
         """
-        n_rows, top_k = ids.shape
+        top_k = ids.shape[1]
+        weights = np.where((ids >= 0) & (ids < experts.n_experts), weights, np.float32(0))
         of_tile, tile_rows, place = group_rows(ids, experts.n_experts)
         padded = np.concatenate([x, np.zeros((1, x.shape[1]), np.float32)])
         results = self._mlp_tiles(padded[tile_rows], of_tile, experts)

@@ -11,6 +11,7 @@ import pytest
 from toy import assert_same_results, decode, engine_of, plug, same_bits, write_checkpoint
 
 import sampling
+import spec_decode
 from config import UserError
 from engine import Engine
 from sampling import SamplingParams
@@ -262,6 +263,34 @@ class TestSpeculationIsExact:
         assert_same_results(
             decode(engine, PROMPTS[:8], mode, **wanted), solo(plain, PROMPTS[:8], **wanted)
         )
+
+    @pytest.mark.parametrize("seed", [None, 5])
+    def test_f1_f3_scattered_nodes(self, monkeypatch, checkpoint, plain, seed):
+        # At every other depth two wrong tokens look better than the right one, so accepted nodes
+        # have rejected ones between them, and requests of one batch accept different numbers.
+        wanted = {"temperature": 0.0 if seed is None else 0.5, "seed": seed}
+        answers = solo(plain, PROMPTS[:9], **wanted)
+        engine = engine_of(checkpoint, batch=3)
+        drafter = plug(engine, "mixed", PROMPTS[:9], answers)
+        draft, walks, walk = drafter.draft, [], spec_decode.walk
+
+        def demoted(roots, slots, cache):
+            logits = draft(roots, slots, cache)
+            for rows in logits:
+                for row in rows[::2]:
+                    right = int(row.argmax())
+                    row[[(right + 1) % 250, (right + 2) % 250]] = row[right] + 0.5
+            return logits
+
+        def watched(*args):
+            walks.append(walk(*args))
+            return walks[-1]
+
+        drafter.draft = demoted
+        monkeypatch.setattr(spec_decode, "walk", watched)
+        assert_same_results(decode(engine, PROMPTS[:9], "tree", 64, **wanted), answers)
+        scattered = [w.rows for w in walks if w.rows != list(range(len(w.rows)))]
+        assert len(scattered) > 5 and max(map(len, scattered)) > 3
 
     @pytest.mark.parametrize("budget", [1, 2, 3, 8, 64])
     def test_any_budget(self, engine, plain, budget):

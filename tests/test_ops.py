@@ -461,7 +461,7 @@ def bits(array: np.ndarray) -> np.ndarray:
 def assert_same_bits(have: np.ndarray, want: np.ndarray, what: str) -> None:
     differ = np.argwhere(bits(have) != bits(want))
     assert not len(differ), (
-        f"{what}: {len(differ)} of {have.size} values differ; first at {tuple(differ[0].tolist())}: "
+        f"{what}: {len(differ)} of {have.size} values differ; first at {differ[0].tolist()}: "
         f"{have[tuple(differ[0])]!r}, expected {want[tuple(differ[0])]!r}"
     )
 
@@ -622,7 +622,7 @@ def test_route_ties_filler_and_nan(backend: Device) -> None:
     ids, weights = ops.route(backend.send(x), router, ops.upload(bias), 3, True, 1.0)
     ids, weights = backend.get(ids), backend.get(weights)
     assert ids[0].tolist() == ids[2].tolist() == [0, 5, 9]
-    assert ((0 <= ids) & (ids < 16)).all()
+    assert ((ids >= 0) & (ids < 16)).all()
     assert np.isfinite(weights[[0, 2]]).all() and np.isnan(weights[1]).all()
 
 
