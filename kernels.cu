@@ -497,6 +497,7 @@ DEVICE float power_of_two(float from, float to) {
 DEVICE float key_dot(const float* q, const act* key) {
   float sum[4] = {};  // columns k % 4, each ascending
   if constexpr (KEY_WIDTH % 8 == 0) {
+#pragma unroll 4
     for (int k = 0; k < KEY_WIDTH; k += 8) {
       float values[8];
       load8(key + k, values);
@@ -545,6 +546,7 @@ DEVICE void fold_span(Shared& s, const KeyOf& key_of, int leaf, int last_leaf, i
     for (int i = threadIdx.x; i < heads * LEAF; i += THREADS) {
       const float* scores = s.scores[i / LEAF];
       float maximum = scores[0];
+#pragma unroll 8
       for (int j = 1; j < LEAF; j++) maximum = fmaxf(maximum, scores[j]);
       maximum = ceilf(maximum);
       const float base = maximum == minus_infinity() ? 0.0f : maximum;
@@ -553,6 +555,7 @@ DEVICE void fold_span(Shared& s, const KeyOf& key_of, int leaf, int last_leaf, i
     }
     __syncthreads();  // p and maxima are there before they are summed
     float part[HEADS][VALUES] = {}, sum[HEADS] = {};
+#pragma unroll 2
     for (int j = 0; j < LEAF; j++) {
       const act* key = s.keys[j];
       if (!key) continue;

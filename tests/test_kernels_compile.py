@@ -1,0 +1,96 @@
+"""All device code compiles for every architecture without a GPU, does not spill, and fits.
+
+Prints registers and shared memory of every kernel (`pytest tests/test_kernels_compile.py`). Sizes
+are those of Kimi K2.6 on one of eight ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+
+import ops
+
+core = pytest.importorskip("cuda.core", reason="compiling needs cuda-core and nvidia-cuda-nvrtc")
+
+ARCHITECTURES = {"sm_80": 166_912, "sm_90": 232_448, "sm_120": 101_376}  # shared bytes of a block
+TARGET = ops.attention_defines(key=576, value=512, leaf=64, span=4)
+DRAFTER = ops.attention_defines(key=128, value=128, leaf=64, span=4)
+VARIANTS = {
+    "embed": [(("TABLE", t),) for t in ops.TYPES.values()],
+    "absorb": [(("TABLE", t),) for t in ops.TYPES.values()],
+    "attention": [TARGET, DRAFTER],
+    **dict.fromkeys(
+        ("linear", "gate_up", "expert_down"),
+        [(("WEIGHT", w),) for w in ("DenseF32", "DenseBf16", "Int4F32", "Int4Bf16")],
+    ),
+}
+DYNAMIC = {  # bytes that ops.py asks for at these sizes
+    "latent_query": ops.ROWS * 128 * 4,
+    ("latent_spans", TARGET): ops.attention_shared_bytes(576, 64),
+    ("block_spans", DRAFTER): ops.attention_shared_bytes(128, 64),
+    "route": 8 * 384,
+    "sort_pairs": 8 * ops.THREADS,
+    "top_log_probs": 8 * 64,
+    "build_trees": 12 * ops.WARPS * 64,
+}
+PTXAS = re.compile(
+    r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+    r".*?Used (\d+) registers([^\n]*)",
+    re.S,
+)
+
+
+def compile_section(section: str, architecture: str, activation: str, defines) -> str:
+    """What ptxas says of the section's kernels. Raises with the compiler's lines on an error."""
+    sections = ops.read_sections()
+    macros = [tuple(d[2:].split("=")) for d in ops.defines_of(activation, defines)]
+    options = core.ProgramOptions(
+        arch=architecture, std="c++17", fma=False, ftz=True, define_macro=macros,
+        ptxas_options=["-v"],
+    )  # fmt: skip
+    log = io.StringIO()
+    source = sections[section].source(sections["prelude"])
+    core.Program(source, "c++", options).compile("cubin", logs=log)
+    return log.getvalue()
+
+
+@pytest.mark.parametrize("activation", ("float32", "bfloat16"))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_section_compiles(architecture: str, activation: str, capsys) -> None:
+    rows, faults = [], []
+    for section in ops.read_sections():
+        if section == "prelude":
+            continue
+        for defines in VARIANTS.get(section, [()]):
+            text = compile_section(section, architecture, activation, defines)
+            for kernel, stores, loads, registers, rest in PTXAS.findall(text):
+                static = int((re.search(r"(\d+) bytes smem", rest) or [0, 0])[1])
+                dynamic = DYNAMIC.get((kernel, defines), DYNAMIC.get(kernel, 0))
+                name = " ".join([kernel, *(str(v) for _, v in defines)])
+                rows.append(f"| {name} | {registers} | {static} | {dynamic} |")
+                if int(stores) or int(loads):
+                    faults.append(f"{name}: spills {stores} + {loads} bytes")
+                if static + dynamic > ARCHITECTURES[architecture]:
+                    faults.append(f"{name}: {static + dynamic} bytes of shared memory")
+    head = f"| {architecture}, {activation} | registers | static B | dynamic B |"
+    with capsys.disabled():
+        print("\n", head, "|---|---|---|---|", *rows, sep="\n")
+    assert len(rows) > 20
+    assert not faults, f"{architecture}, {activation}: " + "; ".join(faults)
+
+
+def test_an_error_has_the_file_s_own_line() -> None:
+    """The compiler's message names kernels.cu and the line as an editor shows it."""
+    sections = ops.read_sections()
+    section = sections["plan"]
+    broken = section.text.replace("int node = t;", "int node = t\n;@", 1)
+    line = section.line + section.text[: section.text.index("int node = t;")].count("\n") + 1
+    source = ops.Section("plan", section.file, section.line, broken).source(sections["prelude"])
+    macros = [tuple(d[2:].split("=")) for d in ops.defines_of("float32")]
+    options = core.ProgramOptions(arch="sm_90", std="c++17", define_macro=macros)
+    with pytest.raises(Exception) as caught:
+        core.Program(source, "c++", options).compile("cubin")
+    assert f"kernels.cu({line})" in str(caught.value)
