@@ -1,9 +1,9 @@
 """Latent KV in pages of one attention leaf: admit, reserve, commit a path, roll back, free, reuse.
 
 Page and leaf are the same thing, so a full page is one unchanging term of the softmax sum (R3).
-Rows of the forward in flight live in a scratch of their own (`fresh`): a draft that is not accepted
-never touches a page, and a commit copies whatever rows were accepted, however scattered, to the
-next positions.
+Rows of the forward in flight live in an array of their own (`Forward.entries`): a draft that is not
+accepted never touches a page, and a commit copies whatever rows were accepted, however scattered,
+to the next positions.
 
 Full pages stay known after their sequence has gone (`_Known`): a later prompt that begins with the
 same tokens takes them over. R1 makes that exact: the page holds the very bits that the prompt would
@@ -38,17 +38,27 @@ class _Known:
     last_used: int = 0
 
 
+@dataclass(frozen=True)
+class Placed:
+    """Rows of a batch and where they were committed, all int32 [n]."""
+
+    rows: np.ndarray
+    slots: np.ndarray
+    positions: np.ndarray
+
+
 class LatentCache:
     """Target (and drafter) entries of up to `slots` sequences.
 
     pages   [layers, n_pages, leaf, width]        committed entries of the target
-    fresh   [layers] of [rows, width]             rows of the current forward, not committed
     draft   [draft layers, n_pages, leaf, width]  the drafter's K and V, under the same page table
-    lengths int32 [slots] committed tokens;  tables: page numbers of each slot, in order
+    lengths int32 [slots] committed tokens
+    tables  int32 [slots, pages]                  page numbers in order; 0 beyond `held` of a slot
     """
 
     def __init__(
         self,
+        ops,
         *,
         slots: int,
         n_pages: int,
@@ -60,11 +70,12 @@ class LatentCache:
     ):
         self.leaf = leaf
         self.n_pages = n_pages
-        self.pages = np.zeros((layers, n_pages, leaf, width), np.float32)
-        self.draft = np.zeros((draft_layers, n_pages, leaf, draft_width), np.float32)
-        self.fresh: list[np.ndarray | None] = [None] * layers
+        self.ops = ops
+        self.pages = ops.zeros((layers, n_pages, leaf, width))
+        self.draft = ops.zeros((draft_layers, n_pages, leaf, draft_width))
         self.lengths = np.zeros(slots, np.int32)
-        self.tables: list[list[int]] = [[] for _ in range(slots)]
+        self.tables = np.zeros((slots, n_pages), np.int32)
+        self.held = [0] * slots  # pages of each slot
         self.free_slots = list(range(slots))[::-1]
         self.free_pages = list(range(n_pages))[::-1]
         self._root = _Known(-1, None, ())
@@ -96,7 +107,8 @@ class LatentCache:
         for node in chain:
             node.users += 1
             node.last_used = self._clock
-        self.tables[slot] = [node.page for node in chain]
+        self.tables[slot, : len(chain)] = [node.page for node in chain]
+        self.held[slot] = len(chain)
         self.lengths[slot] = len(chain) * self.leaf
         return slot
 
@@ -105,7 +117,8 @@ class LatentCache:
 
         Known pages in nobody's use are given up for it, least recently used first.
         """
-        need = self.pages_for(tokens) - len(self.tables[slot])
+        held = self.held[slot]
+        need = self.pages_for(tokens) - held
         if need <= 0:
             return
         if need > self.available:
@@ -113,23 +126,29 @@ class LatentCache:
         while len(self.free_pages) < need:
             idle = (k for k in self._known.values() if k.users == 0 and not k.children)
             self._forget(min(idle, key=lambda k: k.last_used))
-        self.tables[slot].extend(self.free_pages.pop() for _ in range(need))
+        self.tables[slot, held : held + need] = [self.free_pages.pop() for _ in range(need)]
+        self.held[slot] = held + need
 
-    def slots_of(self, slot: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """(page, place in the page) of positions begin … end - 1."""
-        positions = np.arange(begin, end)
-        table = np.asarray(self.tables[slot], np.int64)
-        return table[positions // self.leaf], positions % self.leaf
-
-    def commit(self, slot: int, rows) -> None:
-        """Copy the batch rows of an accepted path to the next positions, in every layer."""
-        begin = int(self.lengths[slot])
-        end = begin + len(rows)
-        self.reserve(slot, end)
-        page, place = self.slots_of(slot, begin, end)
-        for pages, fresh in zip(self.pages, self.fresh, strict=True):
-            pages[page, place] = fresh[rows]
-        self.lengths[slot] = end
+    def commit(self, moved: list[tuple[int, list[int]]], entries) -> Placed:
+        """Copy rows of accepted paths, [(slot, rows)], to the next positions of their sequences, in
+        every layer. entries [layers, T, width]: what the forward computed for its rows."""
+        for slot, rows in moved:
+            self.reserve(slot, int(self.lengths[slot]) + len(rows))
+        placed = Placed(
+            rows=np.concatenate([np.asarray(rows, np.int32) for _, rows in moved]),
+            slots=np.repeat([slot for slot, _ in moved], [len(r) for _, r in moved]).astype(
+                np.int32
+            ),
+            positions=np.concatenate(
+                [np.arange(len(rows), dtype=np.int32) + self.lengths[slot] for slot, rows in moved]
+            ),
+        )
+        self.ops.put_entries(
+            self.pages, entries, placed.rows, placed.slots, placed.positions, self.tables
+        )
+        for slot, rows in moved:
+            self.lengths[slot] += len(rows)
+        return placed
 
     def remember(self, slot: int, tokens) -> None:
         """Make the slot's full pages known by `tokens`, its text; draft entries must be in too."""
@@ -140,7 +159,9 @@ class LatentCache:
             if own in parent.children:
                 # Somebody else computed the same page meanwhile: this one stays private.
                 return
-            node = _Known(self.tables[slot][index], parent, own, users=1, last_used=self._clock)
+            node = _Known(
+                int(self.tables[slot, index]), parent, own, users=1, last_used=self._clock
+            )
             parent.children[own] = self._known[node.page] = node
             chain.append(node)
 
@@ -157,10 +178,11 @@ class LatentCache:
         for node in chain[keep:]:
             node.users -= 1
         del chain[keep:]
-        for page in self.tables[slot][keep:]:
+        for page in self.tables[slot, keep : self.held[slot]].tolist():
             if page not in self._known:
                 self.free_pages.append(page)
-        del self.tables[slot][keep:]
+        self.tables[slot, keep:] = 0
+        self.held[slot] = keep
         self.lengths[slot] = length
 
     def free(self, slot: int, sound: bool = True) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import config
-from cache import LatentCache
+from cache import LatentCache, Placed
 from model import Model
 from reference import stack_of_one
 
@@ -75,14 +75,21 @@ class Drafter:
     def cache_width(self) -> int:
         return 2 * self.kv_heads * self.dims.head_dim
 
-    def extend(self, taps, positions, pages, places, cache: LatentCache) -> None:
-        """Add committed tokens to the context: taps [n, taps * hidden] of the root and the accepted
-        nodes (never of the bonus token), written at (page, place) of their positions."""
+    def extend(self, taps, placed: Placed, cache: LatentCache) -> None:
+        """Add committed tokens to the context, at the positions where the target has them.
+
+        taps  [T, taps * hidden] of the forward whose rows were committed: the root's and the
+              accepted nodes', never the bonus token's
+        """
         ops, dims = self.ops, self.dims
+        taps = ops.take_rows(taps, ops.index(placed.rows))
         context = ops.rms_norm(ops.linear(taps, self.fc), self.hidden_norm, dims.rms_norm_eps)
-        for layer, store in zip(self.layers, cache.draft, strict=True):
-            entry = self._keys_values(layer, context, positions)
-            store[pages, places] = entry.reshape(len(positions), -1)
+        positions = ops.index(placed.positions)
+        n = np.arange(len(placed.rows), dtype=np.int32)
+        for i, layer in enumerate(self.layers):
+            entry = self._keys_values(layer, context, positions).reshape(1, len(n), -1)
+            pages = cache.draft[i : i + 1]
+            ops.put_entries(pages, entry, n, placed.slots, placed.positions, cache.tables)
 
     def draft(self, roots, slots, cache: LatentCache):
         """roots int32 [B], their cache slots -> fp32 logits [B, block_size - 1, V].
@@ -93,9 +100,9 @@ class Drafter:
         tokens = np.full((len(roots), n), dims.mask_token_id, np.int32)
         tokens[:, 0] = roots
         lengths = cache.lengths[slots]
-        tables = [cache.tables[s] for s in slots]
-        positions = (lengths[:, None] + np.arange(n)).astype(np.int32).reshape(-1)
-        x = ops.embed(tokens.reshape(-1), self.target.embedding, self.target.first_id)
+        tables = cache.tables[slots, : max(cache.held[s] for s in slots)]
+        positions = ops.index((lengths[:, None] + np.arange(n)).reshape(-1))
+        x = ops.embed(ops.index(tokens.reshape(-1)), self.target.embedding, self.target.first_id)
         for layer, store in zip(self.layers, cache.draft, strict=True):
             h = ops.rms_norm(x, layer.input_norm, dims.rms_norm_eps)
             q = ops.linear(h, layer.q).reshape(len(h), self.heads, dims.head_dim)
@@ -109,7 +116,7 @@ class Drafter:
             x = ops.add(x, ops.linear(o.reshape(len(h), -1), layer.o))
             h = ops.rms_norm(x, layer.post_norm, dims.rms_norm_eps)
             x = ops.add(x, ops.mlp(h, layer.mlp))
-        drafts = np.flatnonzero(np.arange(len(x)) % n != 0)
+        drafts = ops.index(np.flatnonzero(np.arange(len(x)) % n != 0))
         x = ops.rms_norm(ops.take_rows(x, drafts), self.norm, dims.rms_norm_eps)
         logits = ops.head(x, self.target.head, self.target.dims.vocab_size)
         return logits.reshape(len(roots), n - 1, -1)
@@ -121,4 +128,5 @@ class Drafter:
         k = ops.rms_norm(ops.linear(h, layer.k).reshape(shape), layer.k_norm, dims.rms_norm_eps)
         k = ops.rope_halves(k, self.cos, self.sin, positions)
         v = ops.round(ops.linear(h, layer.v)).reshape(shape)
-        return np.stack([k, v], 1)
+        flat = [part.reshape(len(h), -1) for part in (k, v)]
+        return ops.join_columns(flat).reshape(len(h), 2, *shape[1:])

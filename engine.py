@@ -123,6 +123,7 @@ class Engine:
         )
         self.use(settings.draft.mode, settings.draft.budget)
         self.cache = LatentCache(
+            self.ops,
             slots=decode.batch,
             n_pages=decode.pages or decode.batch * -(-decode.context // decode.leaf),
             leaf=decode.leaf,
@@ -257,8 +258,12 @@ class Engine:
             paths += spec_decode.paths(part.tree, s.path, s.params) if part.tree else [s.path]
         if not deciding:
             return []
-        logits = step.forward.logits[np.concatenate(rows)]
-        choices = sampling.choose(logits, np.concatenate(positions), params, paths)
+        logits = step.forward.logits
+        decided = np.concatenate(rows).astype(np.int32)
+        if len(decided) < len(logits):  # echo asks for logits that decide nothing
+            logits = self.ops.take_rows(logits, self.ops.index(decided))
+        choices = self.ops.choose(logits, np.concatenate(positions), params, paths)
+        choices = self.ops.download(choices)
         accepted = []
         for part, where in zip(deciding, rows, strict=True):
             mine, choices = choices[: len(where)], choices[len(where) :]
@@ -269,44 +274,36 @@ class Engine:
     def commit(self, step: Step, accepted: list[Accepted]) -> list[Sequence]:
         """Extend texts, move accepted rows into the cache, end what has ended."""
         moved = []
+        wanted = any(part.sequence.wants_logits for part in step.parts)
+        logits = self.ops.download(step.forward.logits) if wanted else None
         for part in step.parts:
             if part.tree is None:
                 if part.sequence.echo:
-                    self.score(part.sequence, step.forward.logits[part.logits])
+                    self.score(part.sequence, logits[part.logits])
                 moved.append((part.sequence, list(range(part.rows.start, part.rows.stop))))
         for a in accepted:
             sequence = a.part.sequence
-            taken = sequence.emit(a.walk.tokens, step.forward.logits[a.logit_rows])
+            taken = sequence.emit(a.walk.tokens, logits[a.logit_rows] if wanted else None)
             if a.part.tree is not None:
                 sequence.steps += 1
                 if sequence.keep_rounds:
                     sequence.rounds.append(Round(a.part.tree, a.walk))
                 moved.append((sequence, [a.part.rows.start + n for n in a.walk.rows[:taken]]))
-        self.store([(s, rows) for s, rows in moved if rows], step.batch, step.forward.taps)
+        self.store(step, [(s, rows) for s, rows in moved if rows])
         changed = [a.part.sequence for a in accepted]
         for sequence in changed:
             if sequence.finish_reason is not None:
                 self.retire(sequence)
         return changed
 
-    def store(self, moved, batch: Batch, taps) -> None:
+    def store(self, step: Step, moved: list[tuple[Sequence, list[int]]]) -> None:
         """Commit rows of several sequences: target entries, then the drafter's context."""
-        pages, places = [], []
-        for sequence, rows in moved:
-            begin = self.committed(sequence)
-            self.cache.commit(sequence.slot, rows)
-            page, place = self.cache.slots_of(sequence.slot, begin, begin + len(rows))
-            pages.append(page)
-            places.append(place)
-        if self.drafter is not None and moved:
-            rows = [row for _, some in moved for row in some]
-            self.drafter.extend(
-                self.ops.take_rows(taps, rows),
-                batch.positions[rows],
-                np.concatenate(pages),
-                np.concatenate(places),
-                self.cache,
-            )
+        if not moved:
+            return
+        rows = [(sequence.slot, some) for sequence, some in moved]
+        placed = self.cache.commit(rows, step.forward.entries)
+        if self.drafter is not None:
+            self.drafter.extend(step.forward.taps, placed, self.cache)
         for sequence, _ in moved:
             # A chosen token proves its whole context finite; before that nobody may rely on it.
             if sequence.n_emitted:

@@ -242,7 +242,8 @@ KERNEL put_columns(const act* x,  // [T, K]
 
 // ==== embed ====
 
-// grid (ceil(hidden / THREADS), T). Ids outside this rank's rows read as zero. -DTABLE=float or bf16.
+// grid (ceil(hidden / THREADS), T). Ids outside this rank's rows read as -0, the one number whose sum
+// with any x is x, bit for bit. -DTABLE=float or bf16.
 KERNEL embed(const int* ids,      // [T]
              const TABLE* table,  // [n, hidden], rows of ids first .. first + n - 1
              float* out,          // [T, hidden]
@@ -250,7 +251,7 @@ KERNEL embed(const int* ids,      // [T]
   const int k = blockIdx.x * THREADS + threadIdx.x;
   if (k >= hidden) return;
   const int row = ids[blockIdx.y] - first;
-  const float value = row >= 0 && row < n ? to_float(table[(i64)row * hidden + k]) : 0.0f;
+  const float value = row >= 0 && row < n ? to_float(table[(i64)row * hidden + k]) : -0.0f;
   out[(i64)blockIdx.y * hidden + k] = value;
 }
 
@@ -642,8 +643,9 @@ KERNEL latent_spans(const act* q,           // [T, H, KEY_WIDTH], 16-byte aligne
 KERNEL block_spans(const act* q,        // [B * n, H, d], 16-byte aligned
                    const act* kv,       // [B * n, 2, KV, d], keys then values
                    const act* pages,    // [n_pages, LEAF, 2, KV, d]
-                   const int* lengths,  // [B] context entries
-                   const int* tables,   // [B, max_pages]
+                   const int* slots,    // [B] sequence of each block
+                   const int* lengths,  // [slots] context entries
+                   const int* tables,   // [slots, max_pages]
                    float2* parts,       // [B * n, H, spans]
                    float* values,       // [B * n, H, spans, d]
                    int n, int H, int KV, int spans, int max_pages, int window, float factor) {
@@ -653,8 +655,8 @@ KERNEL block_spans(const act* q,        // [B * n, H, d], 16-byte aligned
   const int t = blockIdx.z, block = t / n, kv_head = blockIdx.y / tiles;
   const int head = kv_head * group + blockIdx.y % tiles * HEADS;
   const int heads = min(HEADS, (kv_head + 1) * group - head);
-  const int length = lengths[block], position = length + t % n, entry = 2 * KV * KEY_WIDTH;
-  const int* table = tables + (i64)block * max_pages;
+  const int length = lengths[slots[block]], position = length + t % n, entry = 2 * KV * KEY_WIDTH;
+  const int* table = tables + (i64)slots[block] * max_pages;
   const int context_leaves = (length + LEAF - 1) / LEAF;
   const int first_leaf = window && length ? max(0, length - window + 1) / LEAF : 0;
   const act* own = kv + (i64)block * n * entry + kv_head * KEY_WIDTH;
@@ -675,7 +677,7 @@ KERNEL block_spans(const act* q,        // [B * n, H, d], 16-byte aligned
 }
 
 // out = folded value / folded sum, rounded; spans ascending. grid (ceil(VALUE_WIDTH / THREADS), H, T).
-// keys[t] (positions of the latent rows) or the context length says how many spans there are.
+// The first n of a row's spans hold something; none: a filler row, zero.
 DEVICE void fold_spans(const float2* parts, const float* values, act* out, int H, int spans, int n) {
   const int d = blockIdx.x * THREADS + threadIdx.x;
   if (d >= VALUE_WIDTH) return;
@@ -705,10 +707,11 @@ KERNEL latent_fold(const float2* parts,   // [T, H, spans]
 
 KERNEL block_fold(const float2* parts,  // [B * n, H, spans]
                   const float* values,  // [B * n, H, spans, d]
-                  const int* lengths,   // [B]
+                  const int* slots,     // [B]
+                  const int* lengths,   // [slots]
                   act* out,             // [B * n, H, d]
                   int n, int H, int spans) {
-  const int context_leaves = (lengths[blockIdx.z / n] + LEAF - 1) / LEAF;
+  const int context_leaves = (lengths[slots[blockIdx.z / n]] + LEAF - 1) / LEAF;
   fold_spans(parts, values, out, H, spans, context_leaves / SPAN + 1);
 }
 

@@ -39,10 +39,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Forward:
-    """logits fp32 [rows asked for, V];  taps [T, taps * hidden], outputs of the tapped layers."""
+    """What came of a batch of T rows.
+
+    logits   fp32 [rows asked for, V]
+    taps     [T, taps * hidden], outputs of the tapped layers; None without taps
+    entries  [layers, T, latent + rope], the rows' own keys and values, not in the cache yet
+    """
 
     logits: np.ndarray
     taps: np.ndarray | None
+    entries: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -122,38 +128,43 @@ class Model:
         return self.dims.kv_lora_rank + self.dims.qk_rope_head_dim
 
     def forward(self, batch: Batch, cache: LatentCache, logit_rows: np.ndarray) -> Forward:
-        """All rows of the batch; logits of `logit_rows`. Keys and values stay in `cache.fresh`."""
+        """All rows of the batch; logits of `logit_rows`. The cache is read, not written."""
         ops = self.ops
+        positions = ops.index(batch.positions)
         plan = ops.plan_attention(
-            batch.positions, batch.sequence, batch.parent, cache.lengths, cache.tables, cache.leaf
+            positions, batch.sequence, batch.parent, cache.lengths, cache.tables, cache.leaf
         )
-        x = ops.embed(batch.token_ids, self.embedding, self.first_id)
+        entries = ops.activations((len(self.layers), len(batch), self.cache_width))
+        x = ops.embed(ops.index(batch.token_ids), self.embedding, self.first_id)
         tapped = []
         for i, layer in enumerate(self.layers):
-            x = ops.add(x, self._attention(i, layer.attention, x, batch, cache, plan))
+            pages = cache.pages[i]
+            x = ops.add(x, self._attention(layer.attention, x, positions, pages, entries[i], plan))
             x = ops.add(x, self._mlp(layer, x))
             if i in self.taps:
                 tapped.append(x)
         taps = ops.join_columns(tapped) if tapped else None
         x = ops.rms_norm(ops.take_rows(x, logit_rows), self.norm, self.dims.rms_norm_eps)
-        return Forward(ops.head(x, self.head, self.dims.vocab_size), taps)
+        return Forward(ops.head(x, self.head, self.dims.vocab_size), taps, entries)
 
-    def _attention(self, index, w: _Attention, x, batch, cache, plan):
-        """Absorbed multi-head latent attention (DeepSeek-V3): [T, hidden] -> o_proj's sum."""
+    def _attention(self, w: _Attention, x, positions, pages, entries, plan):
+        """Absorbed multi-head latent attention (DeepSeek-V3): [T, hidden] -> o_proj's sum.
+
+        The rows' own cache entries are written into `entries`.
+        """
         ops, dims = self.ops, self.dims
-        n, latent = len(batch), dims.kv_lora_rank
+        n, latent = len(x), dims.kv_lora_rank
         h = ops.rms_norm(x, w.norm, dims.rms_norm_eps)
 
         q = ops.rms_norm(ops.linear(h, w.q_a), w.q_a_norm, dims.lora_norm_eps)
         q = ops.round(ops.linear(q, w.q_b)).reshape(n, self.heads, self.head_dim)
-        q = ops.latent_query(q, w.key, self.cos, self.sin, batch.positions)
+        q = ops.latent_query(q, w.key, self.cos, self.sin, positions)
 
         kv = ops.linear(h, w.kv_a)
         eps = dims.lora_norm_eps
-        kv = ops.latent_entry(kv, w.kv_a_norm, eps, self.cos, self.sin, batch.positions)
-        cache.fresh[index] = kv
+        ops.latent_entry(kv, w.kv_a_norm, eps, self.cos, self.sin, positions, out=entries)
 
-        o = ops.latent_attention(q, cache.pages[index], kv, plan, self.scale, latent, self.span)
+        o = ops.latent_attention(q, pages, entries, plan, self.scale, latent, self.span)
         return ops.linear(ops.absorb_v(o, w.value).reshape(n, -1), w.o)
 
     def _mlp(self, w: _Layer, x):

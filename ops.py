@@ -439,11 +439,15 @@ class CudaOps:
             array.reshape(-1).view(np.uint8)[...] = 0xFF  # NaN in both float types, -1 in int32
         return array
 
-    def zeros(self, shape, dtype=None):
-        """A new array of zeros, of the activation type: the cache's pages."""
-        array = self.launcher.empty(shape, dtype or self.act)
+    def zeros(self, shape):
+        """Zeros of the activation type: the cache's pages."""
+        array = self.launcher.empty(shape, self.act)
         array.reshape(-1).view(np.uint8)[...] = 0
         return array
+
+    def activations(self, shape):
+        """An unwritten array of the activation type."""
+        return self.empty(shape, self.act)
 
     def index(self, array):
         """Row numbers, positions or ids as int32 where the kernels read them."""
@@ -650,21 +654,27 @@ class CudaOps:
     # -- latent attention
 
     def plan_attention(self, positions, sequence, parent, lengths, tables, leaf: int):
-        """Which row holds every position of a row's own path (R3). Arguments as the reference's;
-        arrays that are on the device already are taken as they are, and `tables` may be an int32
-        [slots, max_pages] array. A sequence of -1 makes a filler row."""
-        on_device = self.name != "emulate" and isinstance(tables, self.launcher.array_type)
-        if not isinstance(tables, self.launcher.array_type):
-            tables = self.launcher.upload(_page_table(tables))
+        """Which row holds every position of a row's own path (R3), as the reference's.
+
+        Positions in NumPy tell how far the rows reach; for positions on the device every grid is as
+        large as the longest context needs, so that a captured graph fits all lengths. A sequence of
+        -1 makes a filler row.
+        """
+        tables = self._tables("plan_attention", tables)
+        reach = tables.shape[1] * leaf - 1
+        if isinstance(positions, np.ndarray):
+            reach = int(positions.max(initial=0))
         rows = [self.index(a) for a in (positions, sequence, parent)]
         lengths = self.index(lengths)
         n = len(rows[0])
-        reach = tables.shape[1] * leaf - 1 if on_device else int(np.max(positions, initial=0))
         ancestors = self.empty((n, n), INT32)
-        self._launch(
-            "plan", "plan_ancestors", (_ceil(n, THREADS),), *rows, lengths, ancestors, n, n
-        )
+        grid = (_ceil(n, THREADS),)
+        self._launch("plan", "plan_ancestors", grid, *rows, lengths, ancestors, n, n)
         return AttentionPlan(rows[0], rows[1], lengths, tables, ancestors, leaf, reach)
+
+    def _tables(self, op: str, tables):
+        """int32 [slots, pages] page numbers, on the device."""
+        return self._take(op, "tables", self.index(tables), INT32, None, None)
 
     def latent_query(self, q, key: Heads, cos, sin, positions):
         """q [T, H, nope + rope] -> absorbed and rotated [T, H, latent + rope], rounded."""
@@ -681,20 +691,20 @@ class CudaOps:
         )  # fmt: skip
         return out
 
-    def latent_entry(self, kv, weight, eps: float, cos, sin, positions):
-        """kv_a's fp32 output [T, latent + rope] -> the cache entry: normed latent, rotated key."""
-        latent = weight.shape[0]
-        kv = self._take("latent_entry", "kv", kv, FLOAT32, None, None)
+    def latent_entry(self, kv, weight, eps: float, cos, sin, positions, out) -> None:
+        """kv_a's fp32 output [T, latent + rope] -> the cache entries, into `out` of that shape:
+        normed latent, rotated key."""
+        op, latent = "latent_entry", weight.shape[0]
+        kv = self._take(op, "kv", kv, FLOAT32, None, None)
         n, rope = len(kv), kv.shape[1] - latent
-        self._take("latent_entry", "weight", weight, FLOAT32, latent)
-        self._take("latent_entry", "cos", cos, FLOAT32, None, rope // 2)
-        positions = self._take("latent_entry", "positions", self.index(positions), INT32, n)
-        out = self.empty(kv.shape, self.act)
+        self._take(op, "weight", weight, FLOAT32, latent)
+        self._take(op, "cos", cos, FLOAT32, None, rope // 2)
+        self._take(op, "out", out, self.act, n, latent + rope)
+        positions = self._take(op, "positions", self.index(positions), INT32, n)
         self._launch(
             "rope", "latent_entry", (n,), kv, weight, cos, sin, positions, out, latent, rope,
             np.float32(1.0 / latent), eps,
         )  # fmt: skip
-        return out
 
     def absorb_v(self, o, value: Heads):
         """o [T, H, latent] -> rounded [T, H, v]."""
@@ -820,7 +830,7 @@ class CudaOps:
 
     # -- the drafter
 
-    def block_attention(self, q, kv, pages, tables, lengths, window: int, scale: float, span: int):
+    def block_attention(self, q, kv, pages, tables, slots, lengths, window: int, scale, span: int):
         """Drafter attention: every block over its context and itself, non-causal -> rounded."""
         op = "block_attention"
         rows, heads, d = q.shape
@@ -828,11 +838,11 @@ class CudaOps:
         kv = self._take(op, "kv", kv, self.act, rows, 2, None, d)
         kv_heads, leaf = kv.shape[2], pages.shape[1]
         pages = self._take(op, "pages", pages, self.act, None, leaf, 2, kv_heads, d)
-        if not isinstance(tables, self.launcher.array_type):
-            tables = self.launcher.upload(_page_table(tables))
-        blocks, max_pages = tables.shape
-        lengths = self._take(op, "lengths", self.index(lengths), INT32, blocks)
-        n = rows // blocks
+        tables = self._tables(op, tables)
+        n_slots, max_pages = tables.shape
+        slots = self._take(op, "slots", self.index(slots), INT32, None)
+        lengths = self._take(op, "lengths", self.index(lengths), INT32, n_slots)
+        n = rows // len(slots)
         if n > leaf:
             raise UserError(f"{op}: a block of {n} rows does not fit a leaf of {leaf} positions")
         spans = max_pages // span + 1
@@ -842,13 +852,13 @@ class CudaOps:
         defines = attention_defines(d, d, leaf, span)
         grid = (min(spans, MAX_SPAN_BLOCKS), kv_heads * _ceil(heads // kv_heads, HEADS), rows)
         self._launch(
-            "attention", "block_spans", grid, q, kv, pages, lengths, tables, parts, values, n,
-            heads, kv_heads, spans, max_pages, window, np.float32(scale) * reference.LOG2E,
+            "attention", "block_spans", grid, q, kv, pages, slots, lengths, tables, parts, values,
+            n, heads, kv_heads, spans, max_pages, window, np.float32(scale) * reference.LOG2E,
             shared_bytes=attention_shared_bytes(d, leaf), defines=defines,
         )  # fmt: skip
         grid = (_ceil(d, THREADS), heads, rows)
         self._launch(
-            "attention", "block_fold", grid, parts, values, lengths, out, n, heads, spans,
+            "attention", "block_fold", grid, parts, values, slots, lengths, out, n, heads, spans,
             defines=defines,
         )  # fmt: skip
         return out
@@ -1021,13 +1031,12 @@ class CudaOps:
 
     def put_entries(self, pages, entries, rows, slots, positions, tables) -> None:
         """Write rows of `entries` [layers, T, width] into `pages` [layers, n_pages, leaf, width] at
-        positions of sequences; a slot of -1 is skipped. Page numbers from `tables`, int32 on the
-        device or lists."""
+        positions of sequences, all int32 [n]; a slot of -1 is skipped. tables: int32 [slots, pages]
+        page numbers."""
         layers, n_pages, leaf, width = pages.shape
         pages = self._take("put_entries", "pages", pages, self.act, None, None, None, None)
         entries = self._take("put_entries", "entries", entries, self.act, layers, None, width)
-        if not isinstance(tables, self.launcher.array_type):
-            tables = self.launcher.upload(_page_table(tables))
+        tables = self._tables("put_entries", tables)
         rows, slots, positions = (self.index(a).reshape(-1) for a in (rows, slots, positions))
         grid = (_ceil(width, THREADS), len(rows), layers)
         self._launch(
@@ -1059,15 +1068,6 @@ def rope_table(rope: config.Rope, dim: int, positions: int) -> tuple[np.ndarray,
 
 def _ceil(n: int, unit: int) -> int:
     return -(-n // unit)
-
-
-def _page_table(tables) -> np.ndarray:
-    """Lists of pages as one int32 [slots, most pages], at least one column; -1 where none is."""
-    width = max((len(t) for t in tables), default=0)
-    out = np.full((len(tables), max(width, 1)), -1, np.int32)
-    for row, table in zip(out, tables, strict=True):
-        row[: len(table)] = table
-    return out
 
 
 def _scalar(kernel: str, value):

@@ -49,6 +49,7 @@ import ml_dtypes
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+import sampling
 from config import Rope, UserError
 
 ROW_TILE = 8  # rows of every matrix product; short tiles are padded with zero rows
@@ -291,14 +292,14 @@ def plan_attention(
     sequence: np.ndarray,
     parent: np.ndarray,
     lengths: np.ndarray,
-    tables: list[np.ndarray],
+    tables: np.ndarray,
     leaf: int,
 ) -> list[SequenceRows]:
     """Which cache entry or batch row stands in every slot that a row attends to (R3).
 
     positions  int32 [T] absolute;  sequence int32 [T], rows of one sequence adjacent
     parent     int32 [T] row of the parent in the batch or -1;  a parent precedes its children
-    lengths    int32 [B] committed length;  tables: B arrays of page numbers
+    lengths    int32 [slots] committed length;  tables: int32 [slots, pages] page numbers
     A node's ancestors are put into the slots of their positions, so that a row reads the same keys
     in the same slots as if its path had been decoded one token at a time.
     """
@@ -443,6 +444,24 @@ class ReferenceOps:
         """A norm weight, bias or table as the operations read it: float32, C order."""
         return np.ascontiguousarray(to_float32(array))
 
+    # -- memory: where the arrays of these operations live
+
+    def zeros(self, shape) -> np.ndarray:
+        """Zeros of the activation type: the cache's pages."""
+        return np.zeros(shape, np.float32)
+
+    def activations(self, shape) -> np.ndarray:
+        """An unwritten array of the activation type."""
+        return np.empty(shape, np.float32)
+
+    def index(self, array) -> np.ndarray:
+        """Rows, positions, ids or page numbers as int32, where the operations read them."""
+        return np.asarray(array, np.int32)
+
+    def download(self, array) -> np.ndarray:
+        """Any result as a NumPy array on the host."""
+        return array
+
     # -- dense
 
     def embed(self, token_ids: np.ndarray, table: np.ndarray, first_id: int) -> np.ndarray:
@@ -516,13 +535,14 @@ class ReferenceOps:
         rope = _rotate(pairs[..., 0::2], pairs[..., 1::2], cos, sin, positions)
         return self.round(np.concatenate([_per_head(q[..., :nope], key), rope], -1))
 
-    def latent_entry(self, kv, weight, eps: float, cos, sin, positions) -> np.ndarray:
-        """kv_a's fp32 output [T, latent + rope] -> the cache entry: normed latent, rotated key."""
+    def latent_entry(self, kv, weight, eps: float, cos, sin, positions, out) -> None:
+        """kv_a's fp32 output [T, latent + rope] -> cache entries, written to `out` of that shape:
+        normed latent, rotated key."""
         latent = weight.shape[0]
         pairs = kv[:, latent:]
         rope = _rotate(pairs[:, 0::2], pairs[:, 1::2], cos, sin, positions)
         normed = self.rms_norm(np.ascontiguousarray(kv[:, :latent]), weight, eps)
-        return np.concatenate([normed, self.round(rope)], -1)
+        out[:] = np.concatenate([normed, self.round(rope)], -1)
 
     def absorb_v(self, o: np.ndarray, value: np.ndarray) -> np.ndarray:
         """o [T, H, latent] times value [H, latent, v] -> rounded [T, H, v]."""
@@ -659,6 +679,27 @@ class ReferenceOps:
             logits = self.comm.gather_columns(logits)
         return logits[:, :vocab_size]
 
+    choose = staticmethod(sampling.choose)
+    log_softmax_top = staticmethod(sampling.log_softmax_top)
+
+    def add_noise(self, logits: np.ndarray, positions, params) -> np.ndarray:
+        """Draft logits [T, V] of sampled rows / temperature + the noise that will choose the
+        target's token at `positions`; greedy rows as they are."""
+        out = logits.copy()
+        for row, (position, asked) in enumerate(zip(positions, params, strict=True)):
+            if not asked.greedy:
+                noise = sampling.gumbel(asked.seed, int(position), logits.shape[1])
+                out[row] = logits[row] / np.float32(asked.temperature) + noise
+        return out
+
+    # -- the cache
+
+    def put_entries(self, pages, entries, rows, slots, positions, tables) -> None:
+        """Write rows of `entries` [layers, T, width] to `pages` [layers, n_pages, leaf, width], at
+        `positions` of sequences `slots`, all [n]; `tables` [slots, pages] are page numbers."""
+        leaf = pages.shape[2]
+        pages[:, tables[slots, positions // leaf], positions % leaf] = entries[:, rows]
+
     # -- the drafter
 
     def block_attention(self, q, kv, pages, tables, lengths, window: int, scale: float, span: int):
@@ -666,8 +707,8 @@ class ReferenceOps:
 
         q        [B * n, H, d]      rows of B blocks; row i of a block stands at position length + i
         kv       [B * n, 2, KV, d]  the blocks' own keys and values
-        pages    [n_pages, leaf, 2, KV, d] of this layer;  tables: B lists of pages
-        lengths  int [B] context entries;  window: a key is visible while query - key < window
+        pages    [n_pages, leaf, 2, KV, d] of this layer;  tables: int32 [B, pages]
+        lengths  int32 [B] context entries;  window: a key is visible while query - key < window
                  (0: always); within its block a query sees every key
         """
         n_blocks = len(lengths)

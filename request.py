@@ -123,6 +123,11 @@ class Sequence:
         return len(self.tokens) - len(self.prompt)
 
     @property
+    def wants_logits(self) -> bool:
+        """Whether logits have to come to the host."""
+        return self.keep_logits or self.echo or self.params.logprobs is not None
+
+    @property
     def to_prefill(self) -> int:
         """Tokens that must be in the cache before decoding: all, but the root once there is one."""
         return len(self.tokens) - (1 if self.n_emitted else 0)
@@ -132,10 +137,11 @@ class Sequence:
         """Cache entries of the longest text that the request may become."""
         return len(self.prompt) + self.rule.max_tokens - 1
 
-    def emit(self, tokens: list[int], logits: np.ndarray) -> int:
+    def emit(self, tokens: list[int], logits: np.ndarray | None) -> int:
         """Take a step's tokens up to whatever ends the text; returns how many were taken.
 
-        logits  fp32 [len(tokens), V], of each token. A last token of NO_TOKEN ends with an error.
+        logits  fp32 [len(tokens), V], of each token; only where `wants_logits`
+        A last token of NO_TOKEN ends the request with an error.
         """
         if not self.first_token:
             self.first_token = time.perf_counter()

@@ -186,26 +186,30 @@ class Speculator:
         trees = [single(root) for root in roots]
         if not drafting:
             return trees
+        some = [params[i] for i in drafting]
         logits = self.drafter.draft(
             np.asarray([roots[i] for i in drafting], np.int32),
             np.asarray([slots[i] for i in drafting]),
             cache,
         )
         lengths = cache.lengths[[slots[i] for i in drafting]]
-        for row, i, length in zip(logits, drafting, lengths, strict=True):
-            depth = min(len(row), limits[i])
-            ids, log_probs = self.candidates(row[:depth], int(length) + 1, params[i])
+        ids, log_probs = self.candidates(logits, lengths + 1, some)
+        for i, of_ids, of_log_probs in zip(drafting, ids, log_probs, strict=True):
+            depth = min(len(of_ids), limits[i])
+            candidates = of_ids[:depth], of_log_probs[:depth]
             if self.mode == "chain":
-                trees[i] = chain(roots[i], ids, log_probs)
+                trees[i] = chain(roots[i], *candidates)
             else:
-                trees[i] = build_tree(roots[i], ids, log_probs, self.budget)
+                trees[i] = build_tree(roots[i], *candidates, self.budget)
         return trees
 
-    def candidates(self, logits, first_position: int, params) -> tuple[np.ndarray, np.ndarray]:
-        """Draft logits [D, V] of positions from `first_position` on -> ids, log-probabilities."""
-        width = 1 if self.mode == "chain" else self.budget
-        if not params.greedy:
-            positions = range(first_position, first_position + len(logits))
-            noise = [sampling.gumbel(params.seed, p, logits.shape[1]) for p in positions]
-            logits = logits / np.float32(params.temperature) + np.stack(noise)
-        return self.ops.top_log_probs(logits, width)
+    def candidates(self, logits, first_positions, params) -> tuple[np.ndarray, np.ndarray]:
+        """Draft logits [B, D, V] of positions from `first_positions` [B] on, of requests `params`
+        -> the likeliest ids and their log-probabilities, [B, D, budget] (chain: 1)."""
+        blocks, depth, vocab = logits.shape
+        flat = logits.reshape(blocks * depth, vocab)
+        if not all(p.greedy for p in params):
+            positions = (np.asarray(first_positions)[:, None] + np.arange(depth)).reshape(-1)
+            flat = self.ops.add_noise(flat, positions, [p for p in params for _ in range(depth)])
+        ids, log_probs = self.ops.top_log_probs(flat, 1 if self.mode == "chain" else self.budget)
+        return (self.ops.download(a).reshape(blocks, depth, -1) for a in (ids, log_probs))

@@ -227,7 +227,7 @@ def test_build_tree_rows_and_walk(backend, budget: int) -> None:
 def test_entries_move_and_lengths_advance(backend) -> None:
     """Scattered accepted rows land at the next positions of every layer; all else stays (F3)."""
     rng, ops = np.random.default_rng(0), backend.ops
-    layers, leaf, width, tables = 3, 16, 40, [[4, 1], [0, 3], [2]]
+    layers, leaf, width, tables = 3, 16, 40, np.array([[4, 1], [0, 3], [2, -1]], np.int32)
     pages = rng.standard_normal((layers, 6, leaf, width), dtype=np.float32)
     fresh = rng.standard_normal((layers, 9, width), dtype=np.float32)
     rows, slots, positions = [0, 3, 5, -1, 8, -1], [1, 1, 1, -1, 0, -1], [14, 15, 16, -1, 3, -1]

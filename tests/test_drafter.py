@@ -11,6 +11,7 @@ import oracle
 import pytest
 import toy
 
+from cache import Placed
 from engine import Engine
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -45,9 +46,9 @@ def extend(engine: Engine, slot: int, taps: np.ndarray, pieces=None) -> None:
     for n in pieces or [len(taps)]:
         end = begin + n
         engine.cache.reserve(slot, end)
-        place = engine.cache.slots_of(slot, begin, end)
         at = np.arange(begin, end, dtype=np.int32)
-        engine.drafter.extend(taps[begin:end], at, *place, engine.cache)
+        placed = Placed(at, np.full(n, slot, np.int32), at)
+        engine.drafter.extend(taps, placed, engine.cache)
         engine.cache.lengths[slot] = begin = end
     assert begin == len(taps)
 

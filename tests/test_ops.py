@@ -191,8 +191,9 @@ def latent_entry(b: Device, draw: Draw, rows: int, latent: int, rope: int) -> Ou
     w, eps = draw.values(latent), 1e-6
     positions = draw.rng.integers(0, 64, rows).astype(np.int32)
     cos, sin = b.ops.rope_table(YARN, rope, 64)
-    sent = b.send(kv, fp32=True)
-    result = b.get(b.ops.latent_entry(sent, b.ops.upload(w), eps, cos, sin, b.send(positions)))
+    sent, out = b.send(kv, fp32=True), b.ops.activations(kv.shape)
+    b.ops.latent_entry(sent, b.ops.upload(w), eps, cos, sin, b.send(positions), out)
+    result = b.get(out)
     wide = kv.astype(np.float64)
     rms = np.sqrt((wide[:, :latent] ** 2).mean(-1, keepdims=True) + eps)
     normed = wide[:, :latent] / rms * w
@@ -223,7 +224,7 @@ class Forest:
     leaf: int
     pages: np.ndarray
     fresh: np.ndarray
-    tables: list[list[int]]
+    tables: np.ndarray
     lengths: np.ndarray
     positions: np.ndarray
     sequence: np.ndarray
@@ -247,7 +248,9 @@ def forest(draw: Draw, width: int, leaf: int, lengths, nodes: int) -> Forest:
     rng = draw.rng
     need = [-(-(n + nodes) // leaf) for n in lengths]
     order = rng.permutation(sum(need)).tolist()
-    tables = [[order.pop() for _ in range(n)] for n in need]
+    tables = np.full((len(need), max(need)), -1, np.int32)
+    for row, n in zip(tables, need, strict=True):
+        row[:n] = [order.pop() for _ in range(n)]
     pages = np.full((sum(need) + 1, leaf, width), np.nan, np.float32)
     committed, positions, sequence, parent = [], [], [], []
     for slot, length in enumerate(lengths):
@@ -305,16 +308,18 @@ def block_attention(b, draw, heads, kv_heads, d, leaf, span, lengths, n, window)
     rows, scale = len(lengths) * n, d**-0.5
     q, kv = draw.values(rows, heads, d), draw.values(rows, 2, kv_heads, d)
     pages = f.pages.reshape(len(f.pages), leaf, 2, kv_heads, d)
+    slots = np.arange(len(lengths), dtype=np.int32)[::-1].copy()
     result = b.get(
         b.ops.block_attention(
-            b.send(q), b.send(kv), b.send(pages), f.tables, f.lengths, window, scale, span
+            b.send(q), b.send(kv), b.send(pages), f.tables, slots, f.lengths, window, scale, span
         )
     )
     expected, bound = np.empty(result.shape), np.empty(result.shape)
     for t in range(rows):
-        block, length = t // n, lengths[t // n]
+        block, slot = t // n, int(slots[t // n])
+        length = lengths[slot]
         seen = np.arange(length) > length + t % n - window if window else np.ones(length, bool)
-        context = f.committed[block].reshape(length, 2, kv_heads, d)[seen]
+        context = f.committed[slot].reshape(length, 2, kv_heads, d)[seen]
         both = np.concatenate([context, kv[block * n : (block + 1) * n]]).astype(np.float64)
         for h in range(heads):
             keys, values = both[:, 0, h * kv_heads // heads], both[:, 1, h * kv_heads // heads]
@@ -482,6 +487,12 @@ def row_operations(b: Device, draw: Draw, rows: int) -> dict:
     shared = ops.prepare_mlp(*(draw.weight("bf16", 1, *s) for s in sizes), 2)
     router, bias = ops.prepare(draw.weight("f32", 6, hidden)), ops.upload(draw.values(6))
 
+    def entry(r):
+        out = ops.activations((len(r), latent + rope))
+        sent = b.send(kv[r], fp32=True)
+        ops.latent_entry(sent, entry_norm, 1e-6, cos, sin, b.send(positions[r]), out)
+        return out
+
     def route(r):
         return ops.route(b.send(x[r]), router, bias, 2, True, 2.5)
 
@@ -492,9 +503,7 @@ def row_operations(b: Device, draw: Draw, rows: int) -> dict:
         "latent_query": lambda r: ops.latent_query(
             b.send(q[r]), key, cos, sin, b.send(positions[r])
         ),
-        "latent_entry": lambda r: ops.latent_entry(
-            b.send(kv[r], fp32=True), entry_norm, 1e-6, cos, sin, b.send(positions[r])
-        ),
+        "latent_entry": entry,
         "absorb_v": lambda r: ops.absorb_v(b.send(o[r]), value),
         "route": lambda r: route(r)[1],
         "mlp": lambda r: ops.mlp(b.send(x[r]), shared),
@@ -531,7 +540,7 @@ def test_a_tree_node_attends_as_if_decoded(backend: Device, leaf: int, span: int
         pages = np.full((before // leaf + 1, leaf, latent + rope), np.nan, np.float32)
         pages.reshape(-1, latent + rope)[:before] = keys[:-1]
         one = (np.array([n], np.int32) for n in (before, 0, -1, before))
-        plan = backend.ops.plan_attention(*one, [list(range(len(pages)))], leaf)
+        plan = backend.ops.plan_attention(*one, np.arange(len(pages), dtype=np.int32)[None], leaf)
         alone = attend(q[t : t + 1], pages, keys[-1:], plan)
         assert_same_bits(alone[0], together[t], f"node {t}")
 

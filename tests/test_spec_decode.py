@@ -19,6 +19,12 @@ from spec_decode import Speculator, Tree, build_tree, chain, single, tree_rows, 
 ROOT = 7
 
 
+def block_candidates(ops, mode: str, budget: int, logits, first: int, params):
+    """Ids and log-probabilities of one block's draft logits [D, V]."""
+    speculator = Speculator(None, ops, mode, budget)
+    return (a[0] for a in speculator.candidates(logits[None], [first], [params]))
+
+
 def path_of(tree, node: int) -> list[int]:
     """Tokens from the root's first child down to `node`, the root left out."""
     tokens = []
@@ -301,7 +307,7 @@ class TestCandidates:
     ):
         logits = np.random.default_rng(data).standard_normal((5, vocabulary), np.float32) * 4
         params = SamplingParams(temperature=temperature, seed=seed)
-        ids, log_probs = Speculator(None, ops, mode, 8).candidates(logits, first, params)
+        ids, log_probs = block_candidates(ops, mode, 8, logits, first, params)
         assert ids[:, 0].tolist() == target_choices(logits, first, params)
         assert ids.shape == (5, 1 if mode == "chain" else min(8, vocabulary))
         assert (np.diff(log_probs, axis=1) <= 0).all()
@@ -309,22 +315,21 @@ class TestCandidates:
     def test_tied_logits_go_to_the_lowest_id(self, ops):
         logits = np.zeros((3, 30), np.float32)
         logits[:, [4, 11, 20]] = 2
-        ids, _ = Speculator(None, ops, "tree", 5).candidates(logits, 9, SamplingParams())
+        ids, _ = block_candidates(ops, "tree", 5, logits, 9, SamplingParams())
         assert ids.tolist() == [[4, 11, 20, 0, 1]] * 3
 
     def test_distributions_are_normalised(self, ops):
         logits = np.random.default_rng(0).standard_normal((4, 6), np.float32)
         for params in (SamplingParams(), SamplingParams(temperature=0.7, seed=3)):
-            _, log_probs = Speculator(None, ops, "tree", 6).candidates(logits, 1, params)
+            _, log_probs = block_candidates(ops, "tree", 6, logits, 1, params)
             np.testing.assert_allclose(np.exp(log_probs).sum(1), 1, atol=1e-6)  # 6 exps, 6 sums
 
     def test_seed_and_position_matter(self, ops):
         logits = np.zeros((1, 4096), np.float32)
-        speculator = Speculator(None, ops, "chain", 8)
         drawn = {
-            int(speculator.candidates(logits, position, SamplingParams(1.0, seed=seed))[0][0, 0])
+            int(next(block_candidates(ops, "chain", 8, logits, p, SamplingParams(1.0, seed=seed)))[0, 0])
             for seed in range(5)
-            for position in range(5)
+            for p in range(5)
         }
         assert len(drawn) > 20  # of 25, from 4096 ids: hardly any two agree
 

@@ -255,20 +255,17 @@ def feed(engine: Engine, slot: int, ids, pieces=None) -> np.ndarray:
         length = int(engine.cache.lengths[slot])
         batch = spec_decode.prompt_rows(ids[begin : begin + n], slot, length, 0)
         forward = engine.model.forward(batch, engine.cache, np.arange(n))
-        store(engine, batch, forward.taps, {slot: list(range(n))})
+        store(engine, forward, {slot: list(range(n))})
         out.append(forward.logits)
         begin += n
     return np.concatenate(out)
 
 
-def store(engine: Engine, batch, taps, accepted: dict[int, list[int]]) -> None:
+def store(engine: Engine, forward, accepted: dict[int, list[int]]) -> None:
     """Commit the accepted rows of each slot, the drafter's context included."""
-    for slot, rows in accepted.items():
-        begin = int(engine.cache.lengths[slot])
-        engine.cache.commit(slot, rows)
-        if engine.drafter is not None:
-            place = engine.cache.slots_of(slot, begin, begin + len(rows))
-            engine.drafter.extend(taps[rows], batch.positions[rows], *place, engine.cache)
+    placed = engine.cache.commit(list(accepted.items()), forward.entries)
+    if engine.drafter is not None:
+        engine.drafter.extend(forward.taps, placed, engine.cache)
 
 
 def logit_bound(engine: Engine, largest_logit: float, layers: int = 0) -> float:

@@ -2,9 +2,9 @@
 
 Four phases share a budget of wall time: the target in bf16 at context 512; a straight-through INT4
 fine-tune of its experts at context 2048; continuations of unseen text by the INT4 target; the
-DFlash drafter on those. Then everything is evaluated on held-out text. Writes into --out, as soon as
-each is known: `target-N.safetensors` and `drafter.safetensors` (published names and dtypes, for
-tools/export_nano.py) and `results.json`.
+DFlash drafter on those. Then everything is evaluated on held-out text. Writes into --out, each as
+soon as it is known: `target-N.safetensors` and `drafter.safetensors` (published names and dtypes,
+for tools/export_nano.py) and `results.json`.
 
     python tools/nano_data.py --out build/nano --tests tests/data
     python tools/train_nano.py --data build/nano --out build/nano/run --seconds 510

@@ -6,13 +6,6 @@
 // called by what -fsanitize=thread emits; its own library is not used) and each undefined operation
 // (the `__ubsan_*` functions). Errors leave the fiber for good, with a text in which `@hex@` stands for an
 // address in the kernel's module; the loader turns it into a source line.
-#include "cuda_host.h"
-
-#undef threadIdx
-#undef blockIdx
-#undef blockDim
-#undef gridDim
-
 #include <algorithm>
 #include <csetjmp>
 #include <csignal>
@@ -25,6 +18,13 @@
 #include <link.h>
 #include <sys/mman.h>
 #include <ucontext.h>
+
+#include "cuda_host.h"  // last: its macros must not reach the others
+
+#undef threadIdx
+#undef blockIdx
+#undef blockDim
+#undef gridDim
 
 // ---------------------------------------------------------------- the context switch
 // Saves what a called function must preserve, stores the stack pointer in *save, continues at `load`.
@@ -1172,6 +1172,19 @@ HOOKS(1) HOOKS(2) HOOKS(4) HOOKS(8) HOOKS(16)
 void __tsan_read_range(void* p, size_t n) { if (current) check(p, n, READ, CALLER); }
 void __tsan_write_range(void* p, size_t n) { if (current) check(p, n, WRITE, CALLER); }
 void __tsan_init() {}
+// Clang's, in place of the C functions.
+void* __tsan_memcpy(void* to, const void* from, size_t n) {
+  if (current) check(from, n, READ, CALLER), check(to, n, WRITE, CALLER);
+  return std::memcpy(to, from, n);
+}
+void* __tsan_memmove(void* to, const void* from, size_t n) {
+  if (current) check(from, n, READ, CALLER), check(to, n, WRITE, CALLER);
+  return std::memmove(to, from, n);
+}
+void* __tsan_memset(void* to, int value, size_t n) {
+  if (current) check(to, n, WRITE, CALLER);
+  return std::memset(to, value, n);
+}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_vptr_update(void**, void*) {}
