@@ -219,17 +219,25 @@ KERNEL silu_mul(const float* gate,  // [n]
   if (i < n) store(out + i, __fmul_rn(silu(gate[i]), up[i]));
 }
 
-// grid (ceil(K / THREADS), rows). A row number outside [0, T) gives zeros: filler rows.
-KERNEL take_rows(const act* x,      // [T, K]
-                 const int* rows,   // [n]
-                 act* out,          // [n, K]
-                 int T, int K) {
+// grid (ceil(K / THREADS), n). A row number outside [0, T) gives zeros: filler rows.
+template <class X>
+DEVICE void take_rows(const X* x, const int* rows, X* out, int T, int K) {
   const int k = blockIdx.x * THREADS + threadIdx.x;
   if (k >= K) return;
   const int row = rows[blockIdx.y];
-  act* to = out + (i64)blockIdx.y * K + k;
+  X* to = out + (i64)blockIdx.y * K + k;
   if (row >= 0 && row < T) *to = x[(i64)row * K + k];
   else store(to, 0.0f);
+}
+
+KERNEL take_rows_f32(const float* x,   // [T, K]
+                     const int* rows,  // [n]
+                     float* out,       // [n, K]
+                     int T, int K) {
+  take_rows(x, rows, out, T, K);
+}
+KERNEL take_rows_act(const act* x, const int* rows, act* out, int T, int K) {
+  take_rows(x, rows, out, T, K);
 }
 
 // grid (ceil(K / THREADS), T). Columns [first, first + K) of out.
@@ -643,9 +651,8 @@ KERNEL latent_spans(const act* q,           // [T, H, KEY_WIDTH], 16-byte aligne
 KERNEL block_spans(const act* q,        // [B * n, H, d], 16-byte aligned
                    const act* kv,       // [B * n, 2, KV, d], keys then values
                    const act* pages,    // [n_pages, LEAF, 2, KV, d]
-                   const int* slots,    // [B] sequence of each block
-                   const int* lengths,  // [slots] context entries
-                   const int* tables,   // [slots, max_pages]
+                   const int* lengths,  // [B] context entries
+                   const int* tables,   // [B, max_pages]
                    float2* parts,       // [B * n, H, spans]
                    float* values,       // [B * n, H, spans, d]
                    int n, int H, int KV, int spans, int max_pages, int window, float factor) {
@@ -655,8 +662,8 @@ KERNEL block_spans(const act* q,        // [B * n, H, d], 16-byte aligned
   const int t = blockIdx.z, block = t / n, kv_head = blockIdx.y / tiles;
   const int head = kv_head * group + blockIdx.y % tiles * HEADS;
   const int heads = min(HEADS, (kv_head + 1) * group - head);
-  const int length = lengths[slots[block]], position = length + t % n, entry = 2 * KV * KEY_WIDTH;
-  const int* table = tables + (i64)slots[block] * max_pages;
+  const int length = lengths[block], position = length + t % n, entry = 2 * KV * KEY_WIDTH;
+  const int* table = tables + (i64)block * max_pages;
   const int context_leaves = (length + LEAF - 1) / LEAF;
   const int first_leaf = window && length ? max(0, length - window + 1) / LEAF : 0;
   const act* own = kv + (i64)block * n * entry + kv_head * KEY_WIDTH;
@@ -707,11 +714,10 @@ KERNEL latent_fold(const float2* parts,   // [T, H, spans]
 
 KERNEL block_fold(const float2* parts,  // [B * n, H, spans]
                   const float* values,  // [B * n, H, spans, d]
-                  const int* slots,     // [B]
-                  const int* lengths,   // [slots]
+                  const int* lengths,   // [B]
                   act* out,             // [B * n, H, d]
                   int n, int H, int spans) {
-  const int context_leaves = (lengths[slots[blockIdx.z / n]] + LEAF - 1) / LEAF;
+  const int context_leaves = (lengths[blockIdx.z / n] + LEAF - 1) / LEAF;
   fold_spans(parts, values, out, H, spans, context_leaves / SPAN + 1);
 }
 

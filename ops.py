@@ -629,13 +629,13 @@ class CudaOps:
         return out
 
     def take_rows(self, x, rows):
-        """x [T, K] at int32 rows [n] -> [n, K]; a row number of -1 gives zeros."""
-        x = self._take("take_rows", "x", x, self.act, None, None)
+        """x [T, K], activations or fp32, at int32 rows [n] -> [n, K]; a row of -1 gives zeros."""
+        x, kind = self._rows_of("take_rows", x)
         rows = self.index(rows)
         n_rows, k = x.shape
-        out = self.empty((len(rows), k), self.act)
+        out = self.empty((len(rows), k), x.dtype)
         grid = (_ceil(k, THREADS), len(rows))
-        self._launch("elementwise", "take_rows", grid, x, rows, out, n_rows, k)
+        self._launch("elementwise", f"take_rows_{kind}", grid, x, rows, out, n_rows, k)
         return out
 
     def join_columns(self, parts: list):
@@ -656,14 +656,14 @@ class CudaOps:
     def plan_attention(self, positions, sequence, parent, lengths, tables, leaf: int):
         """Which row holds every position of a row's own path (R3), as the reference's.
 
-        Positions in NumPy tell how far the rows reach; for positions on the device every grid is as
+        Lengths in NumPy tell how far the rows can reach; for lengths on the device every grid is as
         large as the longest context needs, so that a captured graph fits all lengths. A sequence of
         -1 makes a filler row.
         """
         tables = self._tables("plan_attention", tables)
         reach = tables.shape[1] * leaf - 1
-        if isinstance(positions, np.ndarray):
-            reach = int(positions.max(initial=0))
+        if isinstance(lengths, np.ndarray):
+            reach = int(lengths.max(initial=0)) + len(positions)
         rows = [self.index(a) for a in (positions, sequence, parent)]
         lengths = self.index(lengths)
         n = len(rows[0])
@@ -673,7 +673,7 @@ class CudaOps:
         return AttentionPlan(rows[0], rows[1], lengths, tables, ancestors, leaf, reach)
 
     def _tables(self, op: str, tables):
-        """int32 [slots, pages] page numbers, on the device."""
+        """int32 [sequences, pages] page numbers, on the device."""
         return self._take(op, "tables", self.index(tables), INT32, None, None)
 
     def latent_query(self, q, key: Heads, cos, sin, positions):
@@ -830,7 +830,7 @@ class CudaOps:
 
     # -- the drafter
 
-    def block_attention(self, q, kv, pages, tables, slots, lengths, window: int, scale, span: int):
+    def block_attention(self, q, kv, pages, tables, lengths, window: int, scale: float, span: int):
         """Drafter attention: every block over its context and itself, non-causal -> rounded."""
         op = "block_attention"
         rows, heads, d = q.shape
@@ -839,10 +839,9 @@ class CudaOps:
         kv_heads, leaf = kv.shape[2], pages.shape[1]
         pages = self._take(op, "pages", pages, self.act, None, leaf, 2, kv_heads, d)
         tables = self._tables(op, tables)
-        n_slots, max_pages = tables.shape
-        slots = self._take(op, "slots", self.index(slots), INT32, None)
-        lengths = self._take(op, "lengths", self.index(lengths), INT32, n_slots)
-        n = rows // len(slots)
+        blocks, max_pages = tables.shape
+        lengths = self._take(op, "lengths", self.index(lengths), INT32, blocks)
+        n = rows // blocks
         if n > leaf:
             raise UserError(f"{op}: a block of {n} rows does not fit a leaf of {leaf} positions")
         spans = max_pages // span + 1
@@ -852,13 +851,13 @@ class CudaOps:
         defines = attention_defines(d, d, leaf, span)
         grid = (min(spans, MAX_SPAN_BLOCKS), kv_heads * _ceil(heads // kv_heads, HEADS), rows)
         self._launch(
-            "attention", "block_spans", grid, q, kv, pages, slots, lengths, tables, parts, values,
-            n, heads, kv_heads, spans, max_pages, window, np.float32(scale) * reference.LOG2E,
+            "attention", "block_spans", grid, q, kv, pages, lengths, tables, parts, values, n,
+            heads, kv_heads, spans, max_pages, window, np.float32(scale) * reference.LOG2E,
             shared_bytes=attention_shared_bytes(d, leaf), defines=defines,
         )  # fmt: skip
         grid = (_ceil(d, THREADS), heads, rows)
         self._launch(
-            "attention", "block_fold", grid, parts, values, slots, lengths, out, n, heads, spans,
+            "attention", "block_fold", grid, parts, values, lengths, out, n, heads, spans,
             defines=defines,
         )  # fmt: skip
         return out

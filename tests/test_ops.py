@@ -308,18 +308,16 @@ def block_attention(b, draw, heads, kv_heads, d, leaf, span, lengths, n, window)
     rows, scale = len(lengths) * n, d**-0.5
     q, kv = draw.values(rows, heads, d), draw.values(rows, 2, kv_heads, d)
     pages = f.pages.reshape(len(f.pages), leaf, 2, kv_heads, d)
-    slots = np.arange(len(lengths), dtype=np.int32)[::-1].copy()
     result = b.get(
         b.ops.block_attention(
-            b.send(q), b.send(kv), b.send(pages), f.tables, slots, f.lengths, window, scale, span
+            b.send(q), b.send(kv), b.send(pages), f.tables, f.lengths, window, scale, span
         )
     )
     expected, bound = np.empty(result.shape), np.empty(result.shape)
     for t in range(rows):
-        block, slot = t // n, int(slots[t // n])
-        length = lengths[slot]
+        block, length = t // n, lengths[t // n]
         seen = np.arange(length) > length + t % n - window if window else np.ones(length, bool)
-        context = f.committed[slot].reshape(length, 2, kv_heads, d)[seen]
+        context = f.committed[block].reshape(length, 2, kv_heads, d)[seen]
         both = np.concatenate([context, kv[block * n : (block + 1) * n]]).astype(np.float64)
         for h in range(heads):
             keys, values = both[:, 0, h * kv_heads // heads], both[:, 1, h * kv_heads // heads]
