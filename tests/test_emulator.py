@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -667,3 +668,27 @@ def test_same_seed_same_order(plain):
         return y.tobytes()
 
     assert run(5) == run(5)
+
+
+@pytest.mark.skipif(not shutil.which("gcov"), reason="coverage needs gcov")
+def test_coverage(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # counts of no earlier run
+    source = (
+        LAUNCH
+        + """
+    extern "C" __global__ void branch(int* y, int n) {
+      if (n > 2)
+        y[threadIdx.x] = n;
+      else
+        y[threadIdx.x] = n * n * n;
+    }"""
+    )
+    module = Module(source, name="covered.cu", coverage=True)
+    y = np.zeros(4, i32)
+    module.function("branch")((1,), (4,), (y, i32(3)))
+    lines = source.splitlines()
+    ran = module.executed_lines()
+    assert ran[lines.index("        y[threadIdx.x] = n;") + 1]
+    assert not ran[lines.index("        y[threadIdx.x] = n * n * n;") + 1]
+    module.function("branch")((1,), (4,), (y, i32(2)))
+    assert module.executed_lines()[lines.index("        y[threadIdx.x] = n * n * n;") + 1]

@@ -10,10 +10,12 @@ kernel, block, thread and source line. What is checked and what is not: README.m
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -44,6 +46,14 @@ HOOKS = [
 NVCC_ONLY = (
     r"--?std=|-arch=|--gpu-architecture|--fmad=|--?(generate-)?line-?info|-I|-default-device"
 )
+GCOV = """
+extern "C" void __gcov_dump(void);
+extern "C" void __gcov_reset(void);
+extern "C" __attribute__((visibility("default"))) void emulator_gcov() {
+  __gcov_dump();
+  __gcov_reset();  // or the next dump would write nothing
+}
+"""
 SHARED_LIMIT = 232448  # bytes a block may have on sm_90: static and dynamic together
 SHARED_DEFAULT = 49152  # dynamic bytes a kernel may have before its limit is raised
 
@@ -120,7 +130,12 @@ def _build(target: Path, text: str, flags: list[str], link: list[str], name: str
     """Compiles `text` into the library `target`; errors speak of `name`."""
     compiler = _tools()[0]
     native = "-march=native" if platform.machine() == "x86_64" else "-mcpu=native"
-    with tempfile.TemporaryDirectory(dir=_cache()) as folder:
+    with contextlib.ExitStack() as stack:
+        if "--coverage" in flags:  # gcov needs the folder later
+            folder = str(target.with_suffix(""))
+            Path(folder).mkdir(exist_ok=True)
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=_cache()))
         (Path(folder) / "source.cpp").write_text(text)
         include = ["-I", str(HERE), "-isystem", str(cuda_headers()), "-idirafter", str(HERE)]
         flags = [*COMMON, native, *flags, f"-fdebug-prefix-map={folder}=.", *include]
@@ -491,6 +506,7 @@ class Module:
     options: `-DNAME=VALUE` and `-UNAME`; those of NVCC_ONLY are taken and change nothing here.
     name: the file that messages name.
     checked: the build that watches every load and store; several times slower.
+    coverage: count the lines that run (g++ only), for `executed_lines`.
     """
 
     def __init__(
@@ -499,14 +515,16 @@ class Module:
         options: Sequence[str] = (),
         name: str = "kernels.cu",
         checked: bool = False,
+        coverage: bool = False,
     ) -> None:
         defines = self._defines(options)
         self.name = name
         self.checked = checked
-        self._path = _target(source, *defines, name, str(checked))
+        self.coverage = coverage
+        self._path = _target(source, *defines, name, str(checked), str(coverage))
         if not self._path.exists():
             self._compile(_without_comments(source), defines)
-        library = ctypes.CDLL(str(self._path))
+        self._library = library = ctypes.CDLL(str(self._path))
         library.emulator_names.restype = ctypes.c_char_p
         self.static_bytes = library.emulator_static_bytes()
         listed = dict(row.split(":") for row in library.emulator_names().decode().split())
@@ -532,7 +550,12 @@ class Module:
         if "clang" not in _compiler():
             flags.append("-fno-gnu-unique")  # two modules may hold a template of one name
         text += _table(_kernels(source, defines))
-        _build(self._path, text, flags, [str(_runtime()[1])], self.name)
+        link = [str(_runtime()[1])]
+        if self.coverage:
+            text += GCOV
+            flags += ["--coverage", "-O1"]  # at -O2 lines lose their counts to each other
+            link += ["--coverage"]
+        _build(self._path, text, flags, link, self.name)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -545,6 +568,25 @@ class Module:
             have = ", ".join(self._functions)
             raise EmulatorError(f'{self.name} has no extern "C" kernel {name}; it has {have}')
         return Function(self, *self._functions[name])
+
+    def executed_lines(self) -> dict[int, bool]:
+        """Of a module with coverage: each line of `name` that has code, and whether it ever ran.
+
+        Runs of all processes since the build count. EmulatorError if gcov fails.
+        """
+        self._library.emulator_gcov()
+        command = ["gcov", "--json-format", "--stdout", "object.gcda"]
+        folder = self._path.with_suffix("")
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        if done.returncode or not done.stdout:
+            raise EmulatorError(f"gcov fails in {folder}: {done.stderr}")
+        lines: dict[int, bool] = {}
+        for file in json.loads(done.stdout)["files"]:
+            if Path(file["file"]).name == Path(self.name).name:
+                for row in file["lines"]:  # a template has a row for each instance
+                    number = row["line_number"]
+                    lines[number] = lines.get(number, False) or row["count"] > 0
+        return lines
 
     def with_lines(self, text: str) -> str:
         """Replaces each `@hex@`, a return address in this module, by its source line."""

@@ -1209,7 +1209,7 @@ UNDEFINED(pointer_overflow, "pointer arithmetic that wraps around")
 UNDEFINED(nonnull_arg, "a null pointer where none may be")
 struct Mismatch { Place place; const void* type; unsigned char log_align, kind; };
 void __ubsan_handle_type_mismatch_v1(const Mismatch* m, Address a) {
-  if (!a) fail("null pointer used at %s:%u", m->place.file, m->place.line);
+  if (a < PAGE) fail("null pointer used at %s:%u", m->place.file, m->place.line);
   const size_t align = size_t(1) << m->log_align;
   if (a % align) fail("misaligned access at %s:%u: address 0x%zx is no multiple of %zu", m->place.file, m->place.line, size_t(a), align);
   fail("access outside an object at %s:%u", m->place.file, m->place.line);
