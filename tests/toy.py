@@ -314,8 +314,9 @@ class ScriptedDrafter:
             tuple(map(int, p)): a.token_ids for p, a in zip(prompts, answers, strict=True)
         }
 
-    def extend(self, taps, positions, pages, places, cache) -> None:
-        assert len(taps) == len(positions) == len(pages) == len(places)
+    def extend(self, taps, placed, cache) -> None:
+        assert len(placed.rows) == len(placed.slots) == len(placed.positions)
+        assert placed.rows.max() < len(taps)
 
     def draft(self, roots, slots, cache) -> np.ndarray:
         """fp32 [B, block - 1, V], a function of the sequence alone."""
