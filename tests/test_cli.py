@@ -18,8 +18,8 @@ from toy import same_bits, write_checkpoint
 import config
 import engine
 import loader
-import sampling
 import spec_decode
+from reference import ReferenceOps
 
 ROOT = Path(__file__).resolve().parent.parent
 YAML = """
@@ -161,7 +161,7 @@ class TestPrompt:
             return np.array([said[p - 5] for p in positions], np.int32)
 
         pieces = []
-        monkeypatch.setattr(sampling, "choose", choose)
+        monkeypatch.setattr(ReferenceOps, "choose", staticmethod(choose))
         monkeypatch.setattr(
             sys.stdout, "write", lambda text, w=sys.stdout.write: (pieces.append(text), w(text))[1]
         )

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from toy import assert_same_results, decode, engine_of, plug, same_bits, write_checkpoint
 
-import sampling
 import spec_decode
 from config import UserError
 from engine import Engine
@@ -133,7 +132,7 @@ def scripted(
     def choose(logits, positions, *_, **__):
         return np.array([said[p - len(prompt)] for p in positions], np.int32)
 
-    monkeypatch.setattr(sampling, "choose", choose)
+    monkeypatch.setattr(engine.ops, "choose", choose)
     plug(engine, "perfect", [prompt], [SimpleNamespace(token_ids=said)])
     engine.use(mode, 16)
     sequence = engine.submit(prompt, SamplingParams(**params), keep_logits=True)

@@ -367,13 +367,17 @@ class TestPropose:
         assert calls == [([21, 22, 23, 24], [1, 2, 3, 4])]  # nothing to draft for the first
 
     def test_noise_is_that_of_the_emitting_positions(self, ops):
-        # The root stands at the committed length, so the first draft is of the place behind it.
-        logits = np.random.default_rng(2).standard_normal((1, 7, 50), np.float32)
+        # A root stands at the committed length, so its first draft is of the place behind it.
+        logits = np.random.default_rng(2).standard_normal((3, 7, 50), np.float32)
         drafter = SimpleNamespace(draft=lambda roots, slots, cache: logits)
-        cache = SimpleNamespace(lengths=np.array([31], np.int32))
-        params = SamplingParams(temperature=1.0, seed=5)
-        [tree] = Speculator(drafter, ops, "chain", 8).propose([ROOT], [0], [params], [7], cache)
-        assert tree.token_ids.tolist() == [ROOT, *target_choices(logits[0], 32, params)]
+        cache = SimpleNamespace(lengths=np.array([31, 31, 9], np.int32))
+        params = [SamplingParams(1.0, seed=5), SamplingParams(), SamplingParams(0.6, seed=5)]
+        trees = Speculator(drafter, ops, "chain", 8).propose(
+            [ROOT] * 3, [0, 1, 2], params, [7] * 3, cache
+        )
+        for tree, rows, length, asked in zip(trees, logits, cache.lengths, params, strict=True):
+            expected = target_choices(rows, int(length) + 1, asked)
+            assert tree.token_ids.tolist() == [ROOT, *expected]
 
     def test_no_one_left_to_draft_for(self, ops):
         trees, calls = self.propose(ops, "tree", [0, 0])
