@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ THREADS = 256  # of every block
 ROWS = 8  # rows of x that a warp takes together
 WARPS = THREADS // 32
 HEADS = 4  # heads of one row that an attention block takes together
+SHARED_DEFAULT = 48 * 1024  # dynamic shared bytes that a kernel has without asking
 MAX_SPAN_BLOCKS = 64  # grid of the span loop; a block takes every so-many-th span
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT32 = np.dtype(np.float32)
@@ -165,23 +167,48 @@ class CudaLauncher:
             raise UserError(f"section {name} does not compile:\n" + "\n".join(lines)) from None
         return module
 
-    def function(self, module, kernel: str, shared_bytes: int):
-        function = module.get_function(kernel)
-        if shared_bytes > 48 * 1024:  # more must be asked for, and only once
-            function.max_dynamic_shared_size_bytes = shared_bytes
-        return function
+    def function(self, module, kernel: str):
+        return module.get_function(kernel)
 
     def launch(self, function, grid, block, args, shared_bytes: int) -> None:
         function(grid, block, args, shared_mem=shared_bytes)
 
     def upload(self, array: np.ndarray):
-        return self.xp.asarray(np.ascontiguousarray(array))
+        out, host = self.empty(array.shape, array.dtype), np.ascontiguousarray(array)
+        # On the current stream: pool memory may still be read there by earlier kernels.
+        stream = self.xp.cuda.get_current_stream()
+        out.view(_bits(out.dtype)).set(host.view(_bits(host.dtype)), stream=stream)
+        return out
 
     def download(self, array) -> np.ndarray:
-        return array.get()
+        return array.view(_bits(array.dtype)).get().view(array.dtype)
 
     def empty(self, shape, dtype):
-        return self.xp.empty(shape, dtype)
+        """From CuPy's pool: nothing is asked of the driver once a step has run."""
+        try:
+            return self.xp.empty(shape, dtype)
+        except self.xp.cuda.memory.OutOfMemoryError:
+            free, total = self.xp.cuda.runtime.memGetInfo()
+            need = math.prod(shape) * np.dtype(dtype).itemsize
+            raise UserError(
+                f"{self.limits.name}: out of memory: {need / 2**20:.0f} MiB more are needed, "
+                f"{free / 2**20:.0f} of {total / 2**20:.0f} MiB are free; lower decode.batch, "
+                "decode.context or draft.budget, or use more ranks (tp.size)"
+            ) from None
+
+    def capture(self, run):
+        """See CudaOps.capture."""
+        stream, pool = self.xp.cuda.Stream(non_blocking=True), self.xp.cuda.MemoryPool()
+        with stream, self.xp.cuda.using_allocator(pool.malloc):
+            run()  # compiles and fills the pool: neither is allowed, or wise, while capturing
+            stream.synchronize()
+            stream.begin_capture()
+            try:
+                outputs = run()
+            finally:
+                graph = stream.end_capture()
+        # The pool holds every block that the graph writes: it must live as long.
+        return Captured(outputs, graph.launch, keep=(stream, pool))
 
     def address(self, array) -> int:
         return array.data.ptr
@@ -207,9 +234,12 @@ class EmulatorLauncher:
         self.limits = Limits("host", "emulator", shared_bytes=101_376, processors=1)
 
     def compile(self, source: str, options: tuple[str, ...], name: str):
-        return self.emulator.Module(source, options, name, checked=self.checked)
+        try:
+            return self.emulator.Module(source, options, name, checked=self.checked)
+        except self.emulator.EmulatorError as error:
+            raise UserError(f"section {name} does not compile:\n{error}") from None
 
-    def function(self, module, kernel: str, shared_bytes: int):
+    def function(self, module, kernel: str):
         return module.function(kernel)
 
     def launch(self, function, grid, block, args, shared_bytes: int) -> None:
@@ -224,11 +254,30 @@ class EmulatorLauncher:
     def empty(self, shape, dtype) -> np.ndarray:
         return np.empty(shape, dtype)
 
+    def capture(self, run):
+        """See CudaOps.capture; here a replay runs everything again, into the same arrays."""
+        outputs = run()
+
+        def replay() -> None:
+            for old, new in zip(outputs, run(), strict=True):
+                old[...] = new
+
+        return Captured(outputs, replay)
+
     def address(self, array: np.ndarray) -> int:
         return array.ctypes.data
 
     def synchronize(self) -> None:
         pass
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Recorded work: `replay` repeats it on what its inputs hold by then, into the same outputs."""
+
+    outputs: tuple
+    replay: Callable[[], None]
+    keep: tuple = ()  # what the recorded work uses and nobody else holds
 
 
 # ---- weights and plans -------------------------------------------------------------------------
@@ -354,32 +403,42 @@ class CudaOps:
     launcher    CudaLauncher or EmulatorLauncher
     poison      new buffers are filled with NaN: what a kernel forgot to write then shows
     debug       waits after every launch, so that a fault names its operation
+    directory   of the kernel files
     """
 
     def __init__(
-        self, activation: str = "float32", comm=None, launcher=None, poison=False, debug=False
+        self,
+        activation: str = "float32",
+        comm=None,
+        launcher=None,
+        *,
+        poison: bool = False,
+        debug: bool = False,
+        directory: Path = HERE,
     ):
         self.activation, self.comm = activation, comm
         self.launcher = launcher or CudaLauncher()
         self.name = self.launcher.name
         self.poison, self.debug = poison, debug
         self.act = BFLOAT16 if activation == "bfloat16" else FLOAT32
-        self.sections = read_sections()
+        self.directory, self.sections = directory, read_sections(directory)
         self._functions: dict[tuple, object] = {}
         self._modules: dict[tuple, object] = {}
 
     # -- compile and launch
 
     def _function(self, section: str, kernel: str, defines, shared_bytes: int):
-        key = (section, kernel, defines, shared_bytes if shared_bytes > 48 * 1024 else 0)
+        key = (section, kernel, defines, shared_bytes if shared_bytes > SHARED_DEFAULT else 0)
         if key not in self._functions:
             module_key = (section, defines)
             if module_key not in self._modules:
                 source = self.sections[section].source(self.sections["prelude"])
                 options = (*OPTIONS, *defines_of(self.activation, defines))
                 self._modules[module_key] = self.launcher.compile(source, options, section)
-            module = self._modules[module_key]
-            self._functions[key] = self.launcher.function(module, kernel, shared_bytes)
+            function = self.launcher.function(self._modules[module_key], kernel)
+            if shared_bytes > SHARED_DEFAULT:  # more must be asked for
+                function.max_dynamic_shared_size_bytes = shared_bytes
+            self._functions[key] = function
         return self._functions[key]
 
     def _launch(self, section, kernel, grid, *args, shared_bytes=0, defines=()) -> None:
@@ -410,7 +469,7 @@ class CudaOps:
 
     def reload(self) -> list[str]:
         """Read the sources again; returns the changed sections. Nothing changes on an error."""
-        sections = read_sections()
+        sections = read_sections(self.directory)
         if sections["prelude"].text != self.sections["prelude"].text:
             changed = list(sections)
         else:
@@ -429,6 +488,14 @@ class CudaOps:
         self._modules.update(modules)
         self._functions = {k: f for k, f in self._functions.items() if k[0] not in changed}
         return changed
+
+    def capture(self, run: Callable[[], tuple]) -> Captured:
+        """Record what `run` launches, as a CUDA graph where there is a GPU.
+
+        run() returns a tuple of arrays. It reads fixed arrays on the device, uploads nothing and
+        waits for nothing; it is run once before, so that all is compiled and allocated.
+        """
+        return self.launcher.capture(run)
 
     # -- memory
 
@@ -1063,6 +1130,11 @@ def rope_table(rope: config.Rope, dim: int, positions: int) -> tuple[np.ndarray,
         (np.cos(angles) * amplitude).astype(np.float32),
         (np.sin(angles) * amplitude).astype(np.float32),
     )
+
+
+def _bits(dtype) -> np.dtype:
+    """The integer type of the same size: copies need no knowledge of bfloat16."""
+    return np.dtype(f"u{np.dtype(dtype).itemsize}")
 
 
 def _ceil(n: int, unit: int) -> int:

@@ -12,6 +12,7 @@ grows like a square root, and 32 u (plus 1.5 ua) of the norm is some times what 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -671,3 +672,65 @@ def test_no_rows_no_launch(backend: Device) -> None:
     assert backend.get(ops.rms_norm(x, ops.upload(np.ones(64, np.float32)), 1e-5)).shape == (0, 64)
     w = ops.prepare(np.zeros((8, 64), np.float32))
     assert backend.get(ops.linear(x, w)).shape == (0, 8)
+
+
+# ---- recorded work, edited kernels -------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels(device):
+    """CudaOps' device; the reference has no kernels to record or to edit."""
+    if device == "cpu":
+        pytest.skip("there are no kernels on the CPU")
+    return device
+
+
+def test_recorded_work_follows_its_inputs(kernels) -> None:
+    """A replay reads the inputs as they are by then, and writes the same outputs."""
+    from tests.conftest import Device
+
+    b = Device(kernels, "float32")
+    draw = Draw(b)
+    w, first, second = draw.weight("bf16", 16, 64), draw.values(3, 64), draw.values(3, 64)
+    weight, norm, x = b.ops.prepare(w), b.ops.upload(draw.values(64)), b.send(first)
+
+    def run() -> tuple:
+        h = b.ops.rms_norm(x, norm, 1e-5)
+        return h, b.ops.linear(h, weight)
+
+    captured = b.ops.capture(run)
+    for values in (first, second):
+        x[...] = b.send(values)
+        b.ops.launcher.synchronize()
+        captured.replay()
+        have = [b.get(out) for out in captured.outputs]
+        want = b.ops.rms_norm(b.send(values), norm, 1e-5)
+        assert_same_bits(have[0], b.get(want), "rms_norm")
+        assert_same_bits(have[1], b.get(b.ops.linear(want, weight)), "linear")
+
+
+def test_reload_takes_the_changed_section_and_keeps_a_broken_one(kernels, tmp_path) -> None:
+    import ops
+    from tests.conftest import launcher
+
+    for file in ops.FILES:
+        (tmp_path / file).write_text((ops.HERE / file).read_text())
+    edited = ops.CudaOps(launcher=launcher(kernels), directory=tmp_path)
+    x = edited.launcher.upload(np.ones((1, 4), np.float32))
+
+    def twice() -> list[float]:
+        return edited.download(edited.add(x, x))[0].tolist()
+
+    assert twice() == [2.0] * 4 and edited.reload() == []
+    source = tmp_path / "kernels.cu"
+    text, line = source.read_text(), "__fadd_rn(to_float(x[i]), round_to_act(y[i]))"
+    source.write_text(text.replace(line, line.replace("__fadd_rn", "__fsub_rn")))
+    assert edited.reload() == ["elementwise"] and twice() == [0.0] * 4
+    source.write_text(text.replace(line, "nonsense"))
+    number = text[: text.index(line)].count("\n") + 1
+    with pytest.raises(config.UserError) as caught:
+        edited.reload()
+    assert re.search(rf"kernels.cu[(:]{number}\b", str(caught.value)), caught.value
+    assert twice() == [0.0] * 4
+    source.write_text(text)
+    assert edited.reload() == ["elementwise"] and twice() == [2.0] * 4
