@@ -125,12 +125,17 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # the reader of our output has gone
         sys.stderr.close()
         return 141
+    except OSError as error:  # a file of the user's that cannot be read or written
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -139,25 +144,56 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = {name: getattr(arguments, name) for name in OVERRIDES}
     settings = config.load(arguments.config, model_path=arguments.model, **overrides)
     params = asked_params(arguments, settings)
-    engine = Engine(settings, arguments.device, progress=sys.stderr.isatty())
+    engine = Engine(settings, arguments.device, load=False)
     params.validate(engine.dims.vocab_size)
+    file = arguments.prompts or arguments.score
+    asking = not file and arguments.prompt is None and sys.stdin.isatty()
+    if not file and not asking:
+        prompt = read_prompt(arguments.prompt)
+        if arguments.chat:
+            turn = opening(arguments) + [{"role": "user", "content": prompt}]
+            prompt = engine.encode_chat(turn, thinking=not arguments.instant)
+        engine.check(prompt, params)
+    engine.load(progress=sys.stderr.isatty())
     if arguments.prompts:
-        return many(engine, Path(arguments.prompts), params)
+        return many(engine, Path(file), params)
     if arguments.score:
-        return score(engine, Path(arguments.score))
-    if arguments.prompt is None and sys.stdin.isatty():
+        return score(engine, Path(file))
+    if asking:
         return converse(engine, params, arguments)
-    prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
-    if arguments.chat:
-        turn = opening(arguments) + [{"role": "user", "content": prompt}]
-        prompt = engine.encode_chat(turn, thinking=not arguments.instant)
     if arguments.compare:
         return compare(engine, prompt, params, arguments.repeats)
     return 1 if answer(engine, prompt, params, arguments).error else 0
 
 
+def read_prompt(given: str | None) -> str:
+    """The prompt of the command line, or all of standard input; UTF-8 either way."""
+    try:
+        if given is None:
+            return sys.stdin.read()
+        given.encode("utf-8")  # bytes that were no UTF-8 have become lone surrogates
+        return given
+    except UnicodeError:
+        where = "standard input" if given is None else "--prompt"
+        raise UserError(f"{where}: expected UTF-8 text; convert it first") from None
+
+
+def read_file(flag: str, file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeError:
+        raise UserError(f"{flag} {file}: expected UTF-8 text; convert it first") from None
+
+
 def check(arguments: argparse.Namespace) -> None:
     """Refuse what cannot work before anything is loaded."""
+    unused = [f"--{n}" for n in ("json", "logits", "trace") if getattr(arguments, n)]
+    for name in ("prompts", "score", "compare"):
+        if unused and getattr(arguments, name):
+            raise UserError(f"{unused[0]}: does not go with --{name}")
+    for name in ("system", "instant"):
+        if getattr(arguments, name) and not arguments.chat:
+            raise UserError(f"--{name}: goes with --chat only")
     if arguments.repeats < 1:
         raise UserError(f"--repeats: expected at least 1, got {arguments.repeats}")
     commands = ("prompts", "score", "compare", "chat")
@@ -168,6 +204,8 @@ def check(arguments: argparse.Namespace) -> None:
         file = getattr(arguments, name)
         if file and not Path(file).absolute().parent.is_dir():
             raise UserError(f"--{name} {file}: its directory does not exist")
+        if file and Path(file).is_dir():
+            raise UserError(f"--{name} {file}: is a directory; name a file")
     for name in ("prompts", "score"):
         file = getattr(arguments, name)
         if file and not Path(file).is_file():
@@ -234,7 +272,8 @@ def save_logits(file: Path, result: Result, vocab_size: int) -> None:
     logits = result.logits
     if logits is None:
         logits = np.zeros((0, vocab_size), np.float32)
-    np.savez(file, token_ids=np.asarray(result.token_ids, np.int32), logits=logits)
+    with file.open("wb") as out:  # under the very name that was given
+        np.savez(out, token_ids=np.asarray(result.token_ids, np.int32), logits=logits)
 
 
 def figures(engine: Engine, result: Result) -> str:
@@ -323,7 +362,7 @@ def reply(text: str, thinking: bool) -> dict:
 def many(engine: Engine, file: Path, defaults: SamplingParams) -> int:
     """Decode a file of requests together; a line that cannot run fails alone, by its number."""
     failed, live = 0, []
-    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, text in enumerate(read_file("--prompts", file).splitlines(), start=1):
         if not text.strip():
             continue
         try:
@@ -369,10 +408,7 @@ def score(engine: Engine, file: Path) -> int:
 
     Windows overlap by half: a token sees at least half a context before it, but for the first.
     """
-    try:
-        ids = engine.encode(file.read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        raise UserError(f"--score {file}: is not UTF-8 text") from None
+    ids = engine.encode(read_file("--score", file))
     if len(ids) < 2:
         raise UserError(f"--score {file}: expected at least two tokens, got {len(ids)}")
     window = engine.settings.decode.context - 1

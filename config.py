@@ -272,7 +272,7 @@ class Decode:
     batch: int = _key(_integer(1, 65_536), 1)  # sequences decoded together
     pages: int | None = _key(_optional(_integer(1)), None)  # of the cache; None: batch x context
     max_tokens: int = _key(_integer(1), 256)
-    temperature: float = _key(_number(0), 0.0)
+    temperature: float = _key(_number(0, 100), 0.0)
     top_p: float = _key(_number(0, 1, above=True), 1.0)
     top_k: int = _key(_integer(-1), 0)  # 0 and -1: off
     seed: int | None = _key(_optional(_integer(0, 2**64 - 1)), None)  # None: a fresh one, reported

@@ -78,7 +78,8 @@ class Engine:
     called from any thread; whoever waits for text drives the steps.
     """
 
-    def __init__(self, settings: config.Config, device: str = "auto", progress: bool = False):
+    def __init__(self, settings: config.Config, device: str = "auto", *, load: bool = True):
+        """Read and check everything but the weights; then `load` them, unless told not to yet."""
         checkpoint = loader.open_checkpoint(settings.model.path)
         self.dims = config.parse_model(
             checkpoint.config_json,
@@ -93,21 +94,33 @@ class Engine:
                 source=str(draft_checkpoint.directory / "config.json"),
             )
         self.settings = settings = config.validate(settings, self.dims, draft_dims)
+        if settings.tp.size > 1:
+            raise UserError(f"tp.size: {settings.tp.size} ranks cannot be started yet; use --tp 1")
         # A checkpoint without a vocabulary still decodes ids; one with a broken one does not.
         self.tokenizer = None
         if (checkpoint.directory / "tiktoken.model").exists():
             self.tokenizer = Tokenizer(checkpoint.directory, self.dims.vocab_size)
         self.eos_ids = loader.generation_stop_ids(checkpoint)
-        plan = loader.plan_target(checkpoint, self.dims)
-        draft_plan = draft_checkpoint and loader.plan_drafter(
-            draft_checkpoint, draft_dims, self.dims
-        )
-        # Everything that can be wrong with the files has been said by now.
-        self.ops = make_ops(device, settings, self.dims)
         decode = settings.decode
+        self.n_pages = decode.pages or decode.batch * -(-decode.context // decode.leaf)
+        self.plan = loader.plan_target(checkpoint, self.dims)
+        self.draft_dims, self.draft_plan = draft_dims, None
+        if draft_dims is not None:
+            self.draft_plan = loader.plan_drafter(draft_checkpoint, draft_dims, self.dims)
+        self.waiting: deque[Sequence] = deque()  # by arrival
+        self.running: list[Sequence] = []  # by arrival
+        self.arrivals = 0
+        self.lock = threading.Lock()
+        self.ops = make_ops(device, settings, self.dims)
+        if load:
+            self.load()
+
+    def load(self, progress: bool = False) -> None:
+        """Weights to the device, and an empty cache. What can be wrong with the files was said."""
+        decode, draft_dims = self.settings.decode, self.draft_dims
         self.model = Model(
             self.dims,
-            loader.load_target(plan, progress=progress),
+            loader.load_target(self.plan, progress=progress),
             self.ops,
             context=decode.context,
             span=decode.span,
@@ -115,27 +128,23 @@ class Engine:
         )
         self.drafter = draft_dims and Drafter(
             draft_dims,
-            loader.load_drafter(draft_plan, progress=progress),
+            loader.load_drafter(self.draft_plan, progress=progress),
             self.ops,
             self.model,
             context=decode.context,
             span=decode.span,
         )
-        self.use(settings.draft.mode, settings.draft.budget)
+        self.use(self.settings.draft.mode, self.settings.draft.budget)
         self.cache = LatentCache(
             self.ops,
             slots=decode.batch,
-            n_pages=decode.pages or decode.batch * -(-decode.context // decode.leaf),
+            n_pages=self.n_pages,
             leaf=decode.leaf,
             layers=self.dims.num_hidden_layers,
             width=self.model.cache_width,
             draft_layers=draft_dims.num_hidden_layers if draft_dims else 0,
             draft_width=self.drafter.cache_width if draft_dims else 0,
         )
-        self.waiting: deque[Sequence] = deque()  # by arrival
-        self.running: list[Sequence] = []  # by arrival
-        self.arrivals = 0
-        self.lock = threading.Lock()
 
     def use(self, mode: str, budget: int) -> None:
         """Decode with "ar", "chain" or "tree" from now on; nothing but the speed changes."""
@@ -349,10 +358,8 @@ class Engine:
         keep_logits, keep_rounds, echo  what the Result is to hold beside text and ids
         """
         params = params or default_params(self.settings)
-        params.validate(self.dims.vocab_size)
+        ids, limit = self.check(prompt, params)
         params = params if params.greedy else params.with_seed()
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        limit = self.limit(ids, params)
         rule = dataclasses.replace(StopRule.of(params, self.eos_ids), max_tokens=limit)
         options = dict(keep_logits=keep_logits, keep_rounds=keep_rounds, echo=echo)
         with self.lock:
@@ -363,8 +370,11 @@ class Engine:
             self.waiting.append(sequence)
         return sequence
 
-    def limit(self, ids: list[int], params: SamplingParams) -> int:
-        """Tokens that the request may emit; UserError where none, or where it can never fit."""
+    def check(self, prompt: str | list[int], params: SamplingParams) -> tuple[list[int], int]:
+        """The prompt's ids and how many tokens it may emit. Raises UserError for parameters out of
+        range and a prompt that can never fit; needs no weights."""
+        params.validate(self.dims.vocab_size)
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise UserError("prompt: expected at least one token, got none; give some text")
         top = self.dims.vocab_size - 1
@@ -378,14 +388,14 @@ class Engine:
                 "must be left to emit; shorten the prompt or raise --context"
             )
         limit = min(params.max_tokens or context, context - len(ids))
-        need = self.cache.pages_for(len(ids) + limit - 1)
-        if need > self.cache.n_pages:
+        leaf = self.settings.decode.leaf
+        need = -(-(len(ids) + limit - 1) // leaf)
+        if need > self.n_pages:
             raise UserError(
                 f"prompt: {len(ids)} tokens and {limit} more need {need} pages of "
-                f"{self.cache.leaf}, the cache has {self.cache.n_pages}; lower max_tokens or raise "
-                "decode.pages"
+                f"{leaf}, the cache has {self.n_pages}; lower max_tokens or raise decode.pages"
             )
-        return limit
+        return ids, limit
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; control strings in it are text like any other."""

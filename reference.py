@@ -721,7 +721,7 @@ class ReferenceOps:
             queries = q[rows].reshape(n, kv_heads, group, d).transpose(1, 0, 2, 3)
             queries = np.ascontiguousarray(queries).reshape(kv_heads, 1, n * group, d)
             first, parts = 0, []
-            if length:
+            if length and window != 1:
                 first = max(0, length - window + 1) // leaf if window else 0
                 positions = np.arange(first * leaf, -(-length // leaf) * leaf)
                 context = pages[np.asarray(table[first : -(-length // leaf)])]

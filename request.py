@@ -183,9 +183,8 @@ class Sequence:
         return text if self.n_emitted < self.params.min_tokens else self.scanner.feed(text)
 
     def _read_rest(self) -> str:
-        """What the end of the text sets free."""
-        rest = self.decoder.flush() if self.decoder else ""
-        return self.scanner.feed(rest) + self.scanner.flush()
+        """What the end of the text sets free. A character that it cuts short is not shown."""
+        return self.scanner.flush()
 
     def result(self) -> Result:
         """The outcome, once ended."""
@@ -235,7 +234,7 @@ def parse_line(text: str, default_id: object, defaults: SamplingParams) -> Line:
     """Read one line of a prompts file; raises UserError without naming the line."""
     try:
         raw = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise UserError("expected a JSON object")
