@@ -204,7 +204,7 @@ def test_overrides_replace(settings):
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1e-3", 1e-3), ("1E3", 1e3), (".5", 0.5), ("1", 1.0), ("+1.5e+0", 1.5), ("2.", 2.0)],
+    [("1e-3", 1e-3), ("1E1", 1e1), (".5", 0.5), ("1", 1.0), ("+1.5e+0", 1.5), ("2.", 2.0)],
 )
 def test_numbers(settings, text, value):
     assert settings(f"decode: {{temperature: {text}}}").decode.temperature == value
@@ -252,7 +252,7 @@ def test_bad_yaml(settings, text, words):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ({"temperature": -1}, ["--temperature: expected a number of at least 0, got -1"]),
+        ({"temperature": -1}, ["--temperature: expected a number of at least 0 and at most 100, got -1"]),
         ({"temperature": math.nan}, ["--temperature", "got nan"]),
         ({"temperature": math.inf}, ["--temperature", "got inf"]),
         ({"top_p": 0}, ["--top-p: expected a number above 0 and at most 1, got 0"]),
