@@ -106,6 +106,36 @@ def attention_shared_bytes(key: int, leaf: int) -> int:
     return -(-(HEADS * (key + 2 * leaf + 1) * 4) // 8) * 8 + leaf * 8
 
 
+# Dynamic shared memory of every kernel that asks for some, by the size that decides it.
+SHARED_BYTES: dict[str, Callable[..., int]] = {
+    "latent_query": lambda nope: 4 * ROWS * nope,
+    "latent_spans": attention_shared_bytes,
+    "block_spans": attention_shared_bytes,
+    "route": lambda experts: 8 * experts,
+    "sort_pairs": lambda: 8 * THREADS,
+    "top_log_probs": lambda k: 8 * k,
+    "build_trees": lambda budget: 12 * WARPS * budget,
+}
+
+
+def shared_needs(
+    model: config.Model, drafter: config.Drafter | None, leaf: int, budget: int
+) -> dict[str, int]:
+    """Dynamic shared bytes of the kernels for this model, leaf and tree."""
+    width = model.kv_lora_rank + model.qk_rope_head_dim
+    sizes = {
+        "latent_query": (model.qk_nope_head_dim,),
+        "latent_spans": (width, leaf),
+        "route": (model.n_routed_experts,),
+        "sort_pairs": (),
+        "top_log_probs": (max(budget, sampling.MAX_LOGPROBS),),
+        "build_trees": (budget,),
+    }
+    if drafter is not None:
+        sizes["block_spans"] = (drafter.head_dim, leaf)
+    return {kernel: SHARED_BYTES[kernel](*given) for kernel, given in sizes.items()}
+
+
 # ---- launchers ---------------------------------------------------------------------------------
 
 
@@ -467,6 +497,21 @@ class CudaOps:
             except Exception as error:
                 raise RuntimeError(f"{kernel} with grid {grid} failed: {error}") from error
 
+    def check_fit(
+        self, model: config.Model, drafter: config.Drafter | None, leaf: int, budget: int
+    ) -> None:
+        """Raise UserError, before any weight is loaded, naming a kernel that does not fit here."""
+        most = self.launcher.limits.shared_bytes
+        for kernel, need in shared_needs(model, drafter, leaf, budget).items():
+            if need > most:
+                setting = (
+                    "draft.budget" if kernel in ("build_trees", "top_log_probs") else "decode.leaf"
+                )
+                raise UserError(
+                    f"{kernel}: needs {need} bytes of shared memory for this model, a block on "
+                    f"{self.launcher.limits.name} has {most}; lower {setting}"
+                )
+
     def reload(self) -> list[str]:
         """Read the sources again; returns the changed sections. Nothing changes on an error."""
         sections = read_sections(self.directory)
@@ -754,7 +799,7 @@ class CudaOps:
         self._launch(
             "absorb", "latent_query", (key.heads, _ceil(n, ROWS)), q, key.data, cos, sin, positions,
             out, n, key.heads, key.nope, key.v, key.latent, rope,
-            shared_bytes=ROWS * key.nope * 4, defines=key.defines,
+            shared_bytes=SHARED_BYTES["latent_query"](key.nope), defines=key.defines,
         )  # fmt: skip
         return out
 
@@ -820,7 +865,7 @@ class CudaOps:
         ids, weights = self.empty((n, top_k), INT32), self.empty((n, top_k))
         self._launch(
             "route", "route", (n,), logits, bias, ids, weights, experts, top_k, int(normalise),
-            np.float32(scaling), shared_bytes=8 * experts,
+            np.float32(scaling), shared_bytes=SHARED_BYTES["route"](experts),
         )  # fmt: skip
         return ids, weights
 
@@ -852,7 +897,7 @@ class CudaOps:
         n_tiles = self.empty((1,), INT32)
         self._launch(
             "sort_pairs", "sort_pairs", (1 if pairs else 0,), ids, order, tiles, n_tiles, pairs, e,
-            shared_bytes=8 * THREADS,
+            shared_bytes=SHARED_BYTES["sort_pairs"](),
         )  # fmt: skip
         h = self.empty((pairs, width), self.act)
         self._launch(
@@ -1045,7 +1090,8 @@ class CudaOps:
         of_chosen = self.empty((rows,))
         self._launch(
             "tokens", "top_log_probs", (rows,), logits, ids if chosen is None else chosen, ids,
-            log_probs, of_chosen, vocab, k, int(chosen is not None), shared_bytes=8 * k,
+            log_probs, of_chosen, vocab, k, int(chosen is not None),
+            shared_bytes=SHARED_BYTES["top_log_probs"](k),
         )  # fmt: skip
         return ids, log_probs, of_chosen
 
@@ -1063,7 +1109,7 @@ class CudaOps:
         self._launch(
             "tree", "build_trees", (_ceil(b, WARPS),), roots, limits, candidates, log_probs, ids,
             parents, depths, scores, sizes, b, depth, width, budget,
-            shared_bytes=12 * WARPS * budget,
+            shared_bytes=SHARED_BYTES["build_trees"](budget),
         )  # fmt: skip
         return Trees(ids, parents, depths, scores, sizes)
 

@@ -1,5 +1,5 @@
-"""A whole engine on every device: the toy's ids are those of the CPU, and AR, chain and tree have one
-set of logit bits."""
+"""A whole engine on every device: the toy's ids are those of the CPU, and AR, chain and tree agree
+in every logit bit."""
 
 from __future__ import annotations
 

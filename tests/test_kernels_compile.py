@@ -27,14 +27,14 @@ VARIANTS = {
         [(("WEIGHT", w),) for w in ("DenseF32", "DenseBf16", "Int4F32", "Int4Bf16")],
     ),
 }
-DYNAMIC = {  # bytes that ops.py asks for at these sizes
-    "latent_query": ops.ROWS * 128 * 4,
-    ("latent_spans", TARGET): ops.attention_shared_bytes(576, 64),
-    ("block_spans", DRAFTER): ops.attention_shared_bytes(128, 64),
-    "route": 8 * 384,
-    "sort_pairs": 8 * ops.THREADS,
-    "top_log_probs": 8 * 64,
-    "build_trees": 12 * ops.WARPS * 64,
+DYNAMIC = {  # shared bytes that ops.py asks for, by kernel or kernel and defines
+    ("latent_spans", TARGET): ops.SHARED_BYTES["latent_spans"](576, 64),
+    ("block_spans", DRAFTER): ops.SHARED_BYTES["block_spans"](128, 64),
+    "latent_query": ops.SHARED_BYTES["latent_query"](nope=128),
+    "route": ops.SHARED_BYTES["route"](experts=384),
+    "sort_pairs": ops.SHARED_BYTES["sort_pairs"](),
+    "top_log_probs": ops.SHARED_BYTES["top_log_probs"](k=64),
+    "build_trees": ops.SHARED_BYTES["build_trees"](budget=64),
 }
 PTXAS = re.compile(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"

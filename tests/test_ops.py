@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import ml_dtypes
@@ -634,15 +635,21 @@ def test_route_ties_filler_and_nan(backend: Device) -> None:
     assert np.isfinite(weights[[0, 2]]).all() and np.isnan(weights[1]).all()
 
 
+@pytest.fixture
+def kernels(device):
+    """CudaOps' device; the reference has no kernels to record or to edit."""
+    if device == "cpu":
+        pytest.skip("there are no kernels on the CPU")
+    return device
+
+
 # ---- what is refused ---------------------------------------------------------------------------
 
 
-def test_errors_name_operation_and_argument(device: str) -> None:
+def test_errors_name_operation_and_argument(kernels) -> None:
     from tests.conftest import Device
 
-    if device == "cpu":
-        pytest.skip("NumPy raises its own errors for wrong shapes")
-    b = Device(device, "float32")
+    b = Device(kernels, "float32")
     w = b.ops.prepare(np.zeros((4, 8), np.float32))
     good = b.send(np.zeros((2, 8), np.float32))
     for x, words in (
@@ -666,6 +673,21 @@ def test_errors_name_operation_and_argument(device: str) -> None:
         )
 
 
+def test_start_up_names_a_kernel_that_does_not_fit(kernels) -> None:
+    """As if a block had 101,376 bytes (sm_120): all fits, up to a tree that is too wide."""
+    import ops
+    from tests import toy
+    from tests.conftest import launcher
+
+    device = ops.CudaOps(launcher=launcher(kernels))
+    device.launcher = SimpleNamespace(limits=ops.Limits("small", "sm_120", 101_376, 1))
+    model = config.parse_model({**toy.DIMS, "quantization_config": toy.INT4}, source="toy")
+    for leaf in (16, 64, 128, 512):
+        device.check_fit(model, None, leaf, 256)
+    with pytest.raises(config.UserError, match="build_trees: needs .* lower draft.budget"):
+        device.check_fit(model, None, 64, 2048)
+
+
 def test_no_rows_no_launch(backend: Device) -> None:
     ops = backend.ops
     x = backend.send(np.zeros((0, 64), np.float32))
@@ -675,14 +697,6 @@ def test_no_rows_no_launch(backend: Device) -> None:
 
 
 # ---- recorded work, edited kernels -------------------------------------------------------------
-
-
-@pytest.fixture
-def kernels(device):
-    """CudaOps' device; the reference has no kernels to record or to edit."""
-    if device == "cpu":
-        pytest.skip("there are no kernels on the CPU")
-    return device
 
 
 def test_recorded_work_follows_its_inputs(kernels) -> None:
