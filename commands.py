@@ -60,7 +60,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--model", metavar="DIR", help="checkpoint directory, instead of the config's model.path")
     add("--tp", type=int, metavar="N", help="tensor-parallel ranks, instead of tp.size")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--device", choices=("auto", "cuda", "cpu", "emulate"), default="auto")
     add("--mode", choices=MODES, help="plain decoding, a draft chain, or a draft tree")
     add("--budget", type=int, metavar="N", help="nodes of a tree, root included")
     add("--context", type=int, metavar="N", help="positions, prompt included")

@@ -472,15 +472,26 @@ def default_params(settings: config.Config) -> SamplingParams:
 
 
 def make_ops(device: str, settings: config.Config, dims: config.Model):
-    """The operations of "cpu", "cuda", or the best there is ("auto")."""
-    if device == "cuda":
-        raise UserError("--device cuda: this build has no kernels yet; use --device cpu")
+    """The operations of "cpu", "cuda", "emulate" (the kernels as host code), or "auto": a GPU where
+    there is one, else the CPU, said in one line."""
+    activation = settings.kernels.activation
+    if device != "cpu":
+        import ops  # owns CuPy: nothing else may need it
+
+        try:
+            emulated = device == "emulate"
+            launcher = ops.EmulatorLauncher() if emulated else ops.CudaLauncher()
+            return ops.CudaOps(activation, launcher=launcher)
+        except UserError as error:
+            if device != "auto":
+                raise
+            print(f"no GPU, so the CPU decodes ({error})", file=sys.stderr)
     # INT4 experts unpacked to fp32 once, where that leaves half of the free memory.
     moe_layers = sum(layer.kind == "moe" for layer in dims.layers)
     expert = 3 * dims.moe_intermediate_size * dims.hidden_size * 4
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     unpack = moe_layers * dims.n_routed_experts * expert < free // 2
-    return ReferenceOps(settings.kernels.activation, unpack=unpack)
+    return ReferenceOps(activation, unpack=unpack)
 
 
 def main(argv: list[str] | None = None) -> int:
