@@ -117,7 +117,8 @@ DEVICE u64 key_at(int n, u64 want, const KeyOf& key, const WeightOf& weight, u64
   return prefix;
 }
 
-// How a row's token is asked for. The host packs it (ops.Request).
+// How a row's token is asked for. The host packs it (ops.REQUEST). Rows name theirs by number: in
+// `owners`, where -1 is a filler row.
 struct Request {
   u64 seed;
   u64 top_p;     // times 2^64; 0: off
@@ -187,38 +188,42 @@ KERNEL best_tokens(const float* logits,    // [T, V] as the model gave them
   peaks[blockIdx.x] = peak;
 }
 
-// What sampled rows are chosen by. grid (ceil(V / THREADS), T); greedy rows and rows without a token
-// are skipped.
-KERNEL noisy_scores(const float* adjusted,     // [T, V]
-                    const Request* requests,   // [T]
-                    const int* positions,      // [T] of the emitted tokens
-                    const int* tokens,         // [T] of best_tokens
-                    const float* peaks,        // [T]
-                    float* scores,             // [T, V] logit / temperature + noise
-                    u64* masses,               // [T, V], written where a filter needs them
-                    int V) {
+// What sampled rows are chosen by. grid (ceil(V / THREADS), T); greedy rows, filler rows and rows
+// without a token are skipped.
+KERNEL noisy_scores(const float* adjusted,    // [T, V]
+                    const Request* requests,
+                    const int* owners,        // [T] request of each row
+                    const int* positions,     // [T]; the emitted token stands `ahead` further on
+                    const int* tokens,        // [T] of best_tokens
+                    const float* peaks,       // [T]
+                    float* scores,            // [T, V] logit / temperature + noise
+                    u64* masses,              // [T, V], written where a filter needs them
+                    int V, int ahead) {
   const int v = blockIdx.x * THREADS + threadIdx.x, t = blockIdx.y;
-  const Request request = requests[t];
-  if (v >= V || request.temperature == 0.0f || tokens[t] == NO_TOKEN) return;
+  if (v >= V || owners[t] < 0 || tokens[t] == NO_TOKEN) return;
+  const Request request = requests[owners[t]];
+  if (request.temperature == 0.0f) return;
   const i64 at = (i64)t * V + v;
   const float scaled = __fdiv_rn(adjusted[at], request.temperature);
-  scores[at] = __fadd_rn(scaled, gumbel(request.seed, v, positions[t]));
+  scores[at] = __fadd_rn(scaled, gumbel(request.seed, v, positions[t] + ahead));
   if (request.top_p || request.min_mass)
     masses[at] = mass(scaled, __fdiv_rn(peaks[t], request.temperature));
 }
 
 // The token of each sampled row: the best score among what top-k, then top-p, then min-p leave
 // (sampling.kept_ids). One block a row.
-KERNEL choose(const float* adjusted,    // [T, V]
-              const Request* requests,  // [T]
+KERNEL choose(const float* adjusted,  // [T, V]
+              const Request* requests,
+              const int* owners,        // [T] request of each row
               const float* scores,      // [T, V]
               const u64* masses,        // [T, V]
               int* tokens,              // [T]; greedy rows stay as they are
               int V) {
   __shared__ u64 bins[256];
   __shared__ u64 shared[WARPS];
-  const Request request = requests[blockIdx.x];
-  if (request.temperature == 0.0f || tokens[blockIdx.x] == NO_TOKEN) return;
+  if (owners[blockIdx.x] < 0 || tokens[blockIdx.x] == NO_TOKEN) return;
+  const Request request = requests[owners[blockIdx.x]];
+  if (request.temperature == 0.0f) return;
   adjusted += (i64)blockIdx.x * V, scores += (i64)blockIdx.x * V, masses += (i64)blockIdx.x * V;
   u64 least = 0;  // keys below it are dropped
   auto kept = [&](int v) {
@@ -248,20 +253,22 @@ KERNEL choose(const float* adjusted,    // [T, V]
 }
 
 // logits / temperature + noise, in place of the drafter's logits: the very noise that will pick the
-// target's token. grid (ceil(V / THREADS), T); greedy rows are copied.
-KERNEL add_noise(const float* logits,      // [T, V]
-                 const Request* requests,  // [T]
+// target's token. grid (ceil(V / THREADS), T); greedy and filler rows are copied.
+KERNEL add_noise(const float* logits,  // [T, V]
+                 const Request* requests,
+                 const int* owners,        // [T] request of each row
                  const int* positions,     // [T] of the tokens
                  float* out,               // [T, V]; may be logits
                  int V) {
   const int v = blockIdx.x * THREADS + threadIdx.x, t = blockIdx.y;
   if (v >= V) return;
-  const Request request = requests[t];
   const i64 at = (i64)t * V + v;
-  out[at] = request.temperature == 0.0f
-                ? logits[at]
-                : __fadd_rn(__fdiv_rn(logits[at], request.temperature),
-                            gumbel(request.seed, v, positions[t]));
+  float value = logits[at];
+  if (owners[t] >= 0 && requests[owners[t]].temperature != 0.0f) {
+    const Request request = requests[owners[t]];
+    value = __fadd_rn(__fdiv_rn(value, request.temperature), gumbel(request.seed, v, positions[t]));
+  }
+  out[at] = value;
 }
 
 // The k most likely tokens of each row by (logit descending, id ascending), with natural
@@ -306,19 +313,44 @@ KERNEL top_log_probs(const float* logits,  // [T, V]
 
 // ==== tree ====
 
+// The drafter's input for B sequences: rows of blocks (root, mask, mask, ...) at positions length + i,
+// and what block attention and the noise need. One block of the grid a sequence; a slot of -1 is an
+// unused place: its rows get id -1 and an empty context.
+KERNEL draft_rows(const int* roots,    // [B]
+                  const int* slots,    // [B]
+                  const int* lengths,  // [slots]
+                  const int* tables,   // [slots, max_pages]
+                  int* ids,            // [B, n]
+                  int* positions,      // [B, n]
+                  int* contexts,       // [B] lengths
+                  int* pages,          // [B, max_pages]
+                  int* owners,         // [B, n - 1] slot of each draft
+                  int* at,             // [B, n - 1] its position
+                  int n, int max_pages, int mask) {
+  const int b = blockIdx.x, slot = slots[b], length = slot < 0 ? 0 : lengths[slot];
+  for (int i = threadIdx.x; i < n; i += THREADS) {
+    ids[b * n + i] = slot < 0 ? -1 : i ? mask : roots[b];
+    positions[b * n + i] = length + i;
+    if (i) owners[b * (n - 1) + i - 1] = slot, at[b * (n - 1) + i - 1] = length + i;
+  }
+  for (int i = threadIdx.x; i < max_pages; i += THREADS)
+    pages[(i64)b * max_pages + i] = slot < 0 ? 0 : tables[(i64)slot * max_pages + i];
+  if (threadIdx.x == 0) contexts[b] = length;
+}
+
 // Draft trees of B sequences, best first under a budget (spec_decode.build_tree): a warp a sequence,
 // grid ceil(B / WARPS). Every node has at most one pending child, its best candidate not yet taken, so
 // a step is one maximum over the nodes: higher score, then smaller depth, then the parent's order.
 // shared WARPS * budget * 12 bytes.
 KERNEL build_trees(const int* roots,        // [B]
-                   const int* limits,       // [B] largest depth, at most D
+                   const int* limits,       // [B] largest depth, at most D; -1: no tree
                    const int* candidates,   // [B, D, W] most probable first
                    const float* log_probs,  // [B, D, W]
                    int* token_ids,          // [B, budget]
                    int* parents,            // [B, budget], -1 at the root
                    int* depths,             // [B, budget]
                    float* scores,           // [B, budget]
-                   int* sizes,              // [B] nodes, root included
+                   int* sizes,              // [B] nodes, root included; 0: no tree
                    int B, int D, int W, int budget) {
   extern __shared__ __align__(16) unsigned char memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, b = blockIdx.x * WARPS + warp;
@@ -338,6 +370,10 @@ KERNEL build_trees(const int* roots,        // [B]
     }
     __syncwarp();  // the node is there before any lane looks at it
   };
+  if (limit < 0) {
+    if (lane == 0) sizes[b] = 0;
+    return;
+  }
   put(0, roots[b], -1, 0, 0.0f);
   int n = 1;
   if (budget > limit) {  // the whole most probable path first
@@ -409,7 +445,7 @@ KERNEL tree_rows(const int* token_ids,  // [B, budget]
 }
 
 // Follows the target's own tokens from each root while they are children. A warp a sequence; grid
-// ceil(B / WARPS). Unused places of the lists hold -1, so later kernels skip them.
+// ceil(B / WARPS). Unused places of the lists hold -1 (positions: 0), so later kernels skip them.
 KERNEL walk_trees(const int* token_ids,  // [B, budget]
                   const int* parents,    // [B, budget]
                   const int* sizes,      // [B]
@@ -427,10 +463,12 @@ KERNEL walk_trees(const int* token_ids,  // [B, budget]
   const int lane = threadIdx.x & 31, b = blockIdx.x * WARPS + threadIdx.x / 32;
   if (b >= B) return;
   token_ids += (i64)b * budget, parents += (i64)b * budget;
-  for (int i = lane; i < M; i += 32)
-    rows[b * M + i] = row_slots[b * M + i] = row_positions[b * M + i] = tokens[b * M + i] = -1;
+  for (int i = lane; i < M; i += 32) {
+    rows[b * M + i] = row_slots[b * M + i] = tokens[b * M + i] = -1;
+    row_positions[b * M + i] = 0;
+  }
   __syncwarp();  // lists are empty before lane 0 fills them
-  int node = 0, n = 0;
+  int node = sizes[b] ? 0 : -1, n = 0;
   while (node >= 0 && n < M) {
     const int choice = choices[first[b] + node];
     if (lane == 0) {

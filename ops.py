@@ -384,6 +384,22 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True)
+class DraftRows:
+    """The drafter's input for B blocks of n rows, int32 on the device.
+
+    token_ids, positions [B * n];  lengths [B] of context;  tables [B, pages]
+    owners, draft_positions [B * (n - 1)]  cache slot (-1: unused) and position of every draft
+    """
+
+    token_ids: object
+    positions: object
+    lengths: object
+    tables: object
+    owners: object
+    draft_positions: object
+
+
+@dataclass(frozen=True)
 class Trees:
     """Draft trees of B sequences on the device (spec_decode.Tree): [B, budget], sizes int32 [B]."""
 
@@ -407,7 +423,7 @@ class TreeRows:
 
 @dataclass(frozen=True)
 class Walks:
-    """Accepted paths of B trees; lists int32 [B, depth + 1], -1 beyond a path's end.
+    """Accepted paths of B trees; lists int32 [B, depth + 1], beyond a path's end -1 (positions: 0).
 
     rows, slots, positions  accepted rows, their cache slot and position: what `put_entries` takes
     tokens                  emitted; the last of each is in `roots` too
@@ -454,6 +470,7 @@ class CudaOps:
         self.directory, self.sections = directory, read_sections(directory)
         self._functions: dict[tuple, object] = {}
         self._modules: dict[tuple, object] = {}
+        self._counted: dict[int, object] = {}
 
     # -- compile and launch
 
@@ -566,6 +583,12 @@ class CudaOps:
         if isinstance(array, self.launcher.array_type) and array.dtype == INT32:
             return array
         return self.launcher.upload(np.asarray(array, np.int32))
+
+    def arange(self, n: int):
+        """int32 0 … n - 1 where the kernels read it, made once."""
+        if n not in self._counted:
+            self._counted[n] = self.launcher.upload(np.arange(n, dtype=np.int32))
+        return self._counted[n]
 
     def download(self, array) -> np.ndarray:
         """Any array of these operations as NumPy, bfloat16 as float32. Waits for the device."""
@@ -976,8 +999,8 @@ class CudaOps:
 
     # -- the choice of tokens
 
-    def requests(self, params) -> object:
-        """SamplingParams of n rows as the kernels read them, uint8 [n, 32]."""
+    def requests(self, params):
+        """SamplingParams of n requests as the kernels read them, uint8 [n, 32]."""
         packed = np.zeros(len(params), REQUEST)
         for row, asked in zip(packed, params, strict=True):
             if asked.greedy:
@@ -997,24 +1020,43 @@ class CudaOps:
 
         logits fp32 [T, V], not changed;  positions of the emitted tokens;  params, paths: T each
         """
-        n, vocab = logits.shape
-        logits = self._take("choose", "logits", logits, FLOAT32, None, None)
-        positions = self._take("choose", "positions", self.index(positions), INT32, n)
         adjusted = logits
         if any(p.needs_path or p.logit_bias for p in params):
             adjusted = self._penalised(logits, params, paths)
-        tokens, peaks = self.empty((n,), INT32), self.empty((n,))
-        self._launch("tokens", "best_tokens", (n,), logits, adjusted, tokens, peaks, vocab)
         if all(p.greedy for p in params):
-            return tokens
-        requests = self.requests(params)
+            return self._best_tokens(logits, adjusted)[0]
+        owners = self.arange(len(params))
+        return self.sample(logits, owners, positions, self.requests(params), adjusted=adjusted)
+
+    def sample(self, logits, owners, positions, requests, *, ahead: int = 0, adjusted=None):
+        """`choose` with everything on the device -> int32 [T].
+
+        owners    int32 [T] the request of each row, -1 for a filler row
+        positions int32 [T]; the emitted token stands `ahead` further on;  requests: of `requests`
+        adjusted  the logits after penalties
+        """
+        n, vocab = logits.shape
+        owners = self._take("sample", "owners", self.index(owners), INT32, n)
+        positions = self._take("sample", "positions", self.index(positions), INT32, n)
+        adjusted = logits if adjusted is None else adjusted
+        tokens, peaks = self._best_tokens(logits, adjusted)
         scores, masses = self.empty((n, vocab)), self.empty((n, vocab), UINT64)
         self._launch(
-            "tokens", "noisy_scores", (_ceil(vocab, THREADS), n), adjusted, requests, positions,
-            tokens, peaks, scores, masses, vocab,
+            "tokens", "noisy_scores", (_ceil(vocab, THREADS), n), adjusted, requests, owners,
+            positions, tokens, peaks, scores, masses, vocab, ahead,
         )  # fmt: skip
-        self._launch("tokens", "choose", (n,), adjusted, requests, scores, masses, tokens, vocab)
+        self._launch(
+            "tokens", "choose", (n,), adjusted, requests, owners, scores, masses, tokens, vocab
+        )
         return tokens
+
+    def _best_tokens(self, logits, adjusted):
+        """Greedy tokens int32 [T] and largest adjusted logits fp32 [T]."""
+        n, vocab = logits.shape
+        logits = self._take("choose", "logits", logits, FLOAT32, None, None)
+        tokens, peaks = self.empty((n,), INT32), self.empty((n,))
+        self._launch("tokens", "best_tokens", (n,), logits, adjusted, tokens, peaks, vocab)
+        return tokens, peaks
 
     def _penalised(self, logits, params, paths):
         """A copy of the logits with penalties, logit bias and min_tokens of every row."""
@@ -1057,14 +1099,17 @@ class CudaOps:
 
     def add_noise(self, logits, positions, params):
         """Draft logits [T, V] of sampled rows / temperature + the target's noise at `positions`."""
+        owners = self.arange(len(params))
+        return self.add_noise_of(logits, owners, positions, self.requests(params))
+
+    def add_noise_of(self, logits, owners, positions, requests):
+        """`add_noise` with everything on the device; owners as in `sample`."""
         n, vocab = logits.shape
         logits = self._take("add_noise", "logits", logits, FLOAT32, None, None)
+        owners = self._take("add_noise", "owners", self.index(owners), INT32, n)
         positions = self._take("add_noise", "positions", self.index(positions), INT32, n)
-        out = self.empty(logits.shape)
-        grid = (_ceil(vocab, THREADS), n)
-        self._launch(
-            "tokens", "add_noise", grid, logits, self.requests(params), positions, out, vocab
-        )
+        out, grid = self.empty(logits.shape), (_ceil(vocab, THREADS), n)
+        self._launch("tokens", "add_noise", grid, logits, requests, owners, positions, out, vocab)
         return out
 
     def top_log_probs(self, logits, k: int):
@@ -1096,6 +1141,21 @@ class CudaOps:
         return ids, log_probs, of_chosen
 
     # -- trees and cache entries, on the device for a batch of sequences
+
+    def draft_rows(self, roots, slots, lengths, tables, n: int, mask: int) -> DraftRows:
+        """The drafter's blocks of n rows for B sequences; a slot of -1 is an unused place."""
+        roots = self.index(roots)
+        b = len(roots)
+        slots = self._take("draft_rows", "slots", self.index(slots), INT32, b)
+        tables = self._tables("draft_rows", tables)
+        pages = tables.shape[1]
+        shapes = (b * n,), (b * n,), (b,), (b, pages), (b * (n - 1),), (b * (n - 1),)
+        made = [self.empty(shape, INT32) for shape in shapes]
+        self._launch(
+            "tree", "draft_rows", (b,), roots, slots, self.index(lengths), tables, *made, n, pages,
+            mask,
+        )  # fmt: skip
+        return DraftRows(*made)
 
     def build_trees(self, roots, limits, candidates, log_probs, budget: int) -> Trees:
         """`spec_decode.build_tree` for B sequences: candidates, log_probs [B, D, W]."""
