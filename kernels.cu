@@ -308,7 +308,7 @@ DEVICE void rows_of(const act* x, int first, int n, int K, const act* (&rows)[RO
 // as a binary counter carries.
 constexpr int MAX_LEVELS = 17;  // up to 65536 leaves
 
-KERNEL linear(const act* x,        // [T, K], 16-byte aligned
+KERNEL linear(const act* x,        // [T, K], INT4: 16-byte aligned
               const void* weight,  // [out, K], or [out, K / 8] words
               const void* scales,  // INT4: [out, K / group]
               int group,           // INT4: columns that share a scale
@@ -608,12 +608,14 @@ DEVICE void fold_span(Shared& s, const KeyOf& key_of, int leaf, int last_leaf, i
   }
 }
 
+// Keys and values are 16-byte aligned where KEY_WIDTH is a multiple of 8.
+
 // Spans of absorbed latent attention. grid (span blocks, ceil(H / HEADS), T); a block takes spans
 // blockIdx.x, + gridDim.x, …; shared sizeof(Shared). A row sees positions 0 .. its own: committed
 // ones in pages, those of its own path in `fresh`.
-KERNEL latent_spans(const act* q,           // [T, H, KEY_WIDTH], 16-byte aligned
-                    const act* pages,       // [n_pages, LEAF, KEY_WIDTH], 16-byte aligned
-                    const act* fresh,       // [T, KEY_WIDTH], 16-byte aligned
+KERNEL latent_spans(const act* q,           // [T, H, KEY_WIDTH]
+                    const act* pages,       // [n_pages, LEAF, KEY_WIDTH]
+                    const act* fresh,       // [T, KEY_WIDTH]
                     const int* positions,   // [T]
                     const int* sequence,    // [T], -1: a filler row, which writes nothing
                     const int* lengths,     // [slots]
@@ -648,7 +650,7 @@ KERNEL latent_spans(const act* q,           // [T, H, KEY_WIDTH], 16-byte aligne
 // Spans of the drafter's attention: a block's rows see the context (inside the window) and all rows
 // of the block, which form one leaf after the context's last. grid (span blocks, KV * ceil(group /
 // HEADS), B * n); shared sizeof(Shared). KEY_WIDTH = VALUE_WIDTH = d.
-KERNEL block_spans(const act* q,        // [B * n, H, d], 16-byte aligned
+KERNEL block_spans(const act* q,        // [B * n, H, d]
                    const act* kv,       // [B * n, 2, KV, d], keys then values
                    const act* pages,    // [n_pages, LEAF, 2, KV, d]
                    const int* lengths,  // [B] context entries
@@ -823,7 +825,7 @@ DEVICE void gate_up(const act* const (&x)[ROWS], act* const (&h)[ROWS], int n, c
 }
 
 // A block takes ROWS pairs of one expert. grid (ceil(width / WARPS), max_tiles).
-KERNEL expert_gate_up(const act* x,      // [T, K], 16-byte aligned
+KERNEL expert_gate_up(const act* x,      // [T, K], INT4: 16-byte aligned
                       const int* order,  // [T * top_k], of sort_pairs
                       const int* tiles,  // [max_tiles, 3]
                       const int* n_tiles,       // [1]
@@ -873,7 +875,7 @@ KERNEL dense_gate_up(const act* x, const void* gate, const void* gate_scales, co
 // out[t, o]: in every leaf of the width, routed experts by ascending id, weighted, then the shared
 // one; then the leaf tree (R4). grid (ceil(hidden / WARPS), T); a warp owns one output of one row.
 // A leaf's sum of one expert adds as `linear`; it joins by fma(weight, sum, total). leaves <= 8.
-KERNEL expert_down(const act* h,         // [T * top_k, width], 16-byte aligned
+KERNEL expert_down(const act* h,         // [T * top_k, width], INT4: 16-byte aligned
                    const int* ids,       // [T, top_k] ascending in a row; outside [0, E): filler
                    const float* weights, // [T, top_k]
                    const void* down,     // [E, hidden, width], or words

@@ -595,8 +595,11 @@ class CudaOps:
         host = self.launcher.download(array)
         return host.astype(np.float32) if host.dtype == BFLOAT16 else host
 
-    def _take(self, op: str, name: str, array, dtype, *shape):
-        """The array, after its checks; None in `shape` stands for any size."""
+    def _take(self, op: str, name: str, array, dtype, *shape, aligned: bool = False):
+        """The array, after its checks; None in `shape` stands for any size.
+
+        aligned: the kernel reads 16 bytes at a time
+        """
         where = f"{op}: {name}"
         if not isinstance(array, self.launcher.array_type):
             raise UserError(
@@ -615,7 +618,7 @@ class CudaOps:
             raise UserError(
                 f"{where}: expected C order, got strides {array.strides}; copy it first"
             )
-        if array.size and self.launcher.address(array) % 16:
+        if aligned and array.size and self.launcher.address(array) % 16:
             raise UserError(f"{where}: expected 16-byte alignment, got an odd slice; copy it first")
         return array
 
@@ -720,7 +723,7 @@ class CudaOps:
         return self.comm.tree_sum(y) if weight.row_cut and self.comm is not None else y
 
     def _linear(self, op: str, x, weight: Matrix, columns: int):
-        x = self._take(op, "x", x, self.act, None, weight.in_features)
+        x = self._take(op, "x", x, self.act, None, weight.in_features, aligned=weight.group > 1)
         y = self.empty((len(x), columns))
         grid = (_ceil(columns, WARPS), _ceil(len(x), ROWS))
         self._launch(
@@ -856,9 +859,10 @@ class CudaOps:
         """Absorbed MLA over leaves -> rounded [T, H, latent]."""
         op = "latent_attention"
         n, heads, width = q.shape
+        whole = width % 8 == 0  # then keys are read 8 numbers at a time
         q = self._take(op, "q", q, self.act, None, None, None)
-        pages = self._take(op, "pages", pages, self.act, None, plan.leaf, width)
-        fresh = self._take(op, "fresh", fresh, self.act, n, width)
+        pages = self._take(op, "pages", pages, self.act, None, plan.leaf, width, aligned=whole)
+        fresh = self._take(op, "fresh", fresh, self.act, n, width, aligned=whole)
         spans = plan.reach // (plan.leaf * span) + 1
         parts = self.empty((n, heads, spans, 2))
         values = self.empty((n, heads, spans, latent))
@@ -898,7 +902,7 @@ class CudaOps:
 
     def _dense_gate_up(self, op: str, x, weight: Mlp):
         gate, up = weight.gate, weight.up
-        x = self._take(op, "x", x, self.act, None, gate.in_features)
+        x = self._take(op, "x", x, self.act, None, gate.in_features, aligned=gate.group > 1)
         h = self.empty((len(x), gate.out_features), self.act)
         grid = (_ceil(gate.out_features, WARPS), _ceil(len(x), ROWS))
         self._launch(
@@ -910,7 +914,7 @@ class CudaOps:
     def moe(self, x, ids, weights, experts: Mlp, shared: Mlp | None):
         """Routed and shared experts -> fp32 [T, hidden] (R4). Ids outside [0, E) are filler."""
         gate, up, down = experts.gate, experts.up, experts.down
-        x = self._take("moe", "x", x, self.act, None, gate.in_features)
+        x = self._take("moe", "x", x, self.act, None, gate.in_features, aligned=gate.group > 1)
         n, (top_k, e, width) = len(x), (ids.shape[1], gate.parts, gate.out_features)
         ids = self._take("moe", "ids", ids, INT32, n, top_k)
         weights = self._take("moe", "weights", weights, FLOAT32, n, top_k)
@@ -970,9 +974,11 @@ class CudaOps:
         op = "block_attention"
         rows, heads, d = q.shape
         q = self._take(op, "q", q, self.act, None, None, None)
-        kv = self._take(op, "kv", kv, self.act, rows, 2, None, d)
+        whole = d % 8 == 0  # then keys are read 8 numbers at a time
+        kv = self._take(op, "kv", kv, self.act, rows, 2, None, d, aligned=whole)
         kv_heads, leaf = kv.shape[2], pages.shape[1]
-        pages = self._take(op, "pages", pages, self.act, None, leaf, 2, kv_heads, d)
+        shape = None, leaf, 2, kv_heads, d
+        pages = self._take(op, "pages", pages, self.act, *shape, aligned=whole)
         tables = self._tables(op, tables)
         blocks, max_pages = tables.shape
         lengths = self._take(op, "lengths", self.index(lengths), INT32, blocks)

@@ -3,6 +3,9 @@ in every logit bit."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -45,3 +48,38 @@ def test_engine(device: str, activation: str, tmp_path, monkeypatch) -> None:
             ):
                 assert have.token_ids == expected.token_ids, mode
                 assert np.array_equal(have.logits.view(np.int32), expected.logits.view(np.int32))
+
+
+GOLDENS = Path(__file__).parent / "goldens"
+NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/golden.npz"))
+
+
+@pytest.mark.parametrize(
+    "device", ("emulate", pytest.param("cuda", marks=pytest.mark.gpu)), indirect=True
+)  # the CPU's are in test_golden.py
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_bundle(device: str, name: str, monkeypatch) -> None:
+    """fp32 ids of the other implementation, logits within the bundle's bound, by plain decoding and
+    by a tree. The emulator does the beginning of two prompts, a GPU all of them."""
+    from tests.conftest import launcher
+
+    golden = dict(np.load(GOLDENS / name / "golden.npz"))
+    bound = 4 * json.loads((GOLDENS / name / "golden.json").read_text())["measured"]["logit_error"]
+    prompts = np.split(golden["prompt_ids"], np.cumsum(golden["prompt_lengths"])[:-1])
+    n_prompts, n_tokens = (2, 4) if device == "emulate" else golden["token_ids"].shape
+    monkeypatch.setattr(
+        engine, "make_ops", lambda *_: ops.CudaOps(launcher=launcher(device), poison=True)
+    )
+    drafter = (GOLDENS / name / "drafter").exists()
+    made = toy.engine_of(GOLDENS / name, drafter=drafter)
+    plain = toy.decode(made, prompts[:n_prompts], max_tokens=n_tokens)
+    for result, ids, logits in zip(plain, golden["token_ids"], golden["logits"], strict=False):
+        assert result.token_ids == ids[:n_tokens].tolist()
+        assert np.abs(result.logits - logits[:n_tokens]).max() <= bound
+    if drafter:
+        for have, want in zip(
+            toy.decode(made, prompts[:n_prompts], "tree", 8, max_tokens=n_tokens),
+            plain,
+            strict=True,
+        ):
+            assert np.array_equal(have.logits.view(np.int32), want.logits.view(np.int32))
