@@ -161,6 +161,72 @@ KERNEL penalise(float* logits,            // [T, V]
     logits[stop_ids[i]] = minus_infinity();
 }
 
+// The same for the rows of trees, from what is kept of every sequence; a copy, and a plain one for
+// rows without a sequence. A node's path is the sequence's text, its root included, and the nodes
+// below the root down to itself. grid (ceil(V / THREADS), T), shared depth ints.
+KERNEL penalise_paths(const float* logits,     // [T, V]
+                      const int* token_ids,    // [T]
+                      const int* sequence,     // [T] slot, or -1
+                      const int* parent,       // [T] row, or -1 at a root
+                      const int* counts,       // [slots, V]: -1 never seen, else times in the output
+                      const float* biases,     // [slots, V]
+                      const int* stops,        // [slots, n_stops], -1: unused
+                      const float* penalties,  // [slots, 3]: repetition, frequency, presence
+                      const int* emitted,      // [slots] tokens in the output
+                      const int* min_tokens,   // [slots] stops may not be chosen before
+                      float* out,              // [T, V]
+                      int V, int depth, int n_stops) {
+  extern __shared__ __align__(16) int path[];  // tokens below the root
+  __shared__ int n_path;
+  const int v = blockIdx.x * THREADS + threadIdx.x, t = blockIdx.y, slot = sequence[t];
+  if (threadIdx.x == 0) {
+    int n = 0;
+    if (slot >= 0)
+      for (int node = t; parent[node] >= 0 && n < depth; node = parent[node])
+        path[n++] = token_ids[node];
+    n_path = n;
+  }
+  __syncthreads();  // the path is there before it is looked through
+  if (v >= V) return;
+  float value = logits[(i64)t * V + v];
+  if (slot >= 0) {
+    const i64 at = (i64)slot * V + v;
+    int here = 0;
+    for (int i = 0; i < n_path; i++) here += path[i] == v;
+    const int count = max(counts[at], 0) + here;
+    const float repetition = penalties[3 * slot], frequency = penalties[3 * slot + 1];
+    const float presence = penalties[3 * slot + 2];
+    if (repetition != 1.0f && (counts[at] >= 0 || here > 0))
+      value = value > 0.0f ? __fdiv_rn(value, repetition) : __fmul_rn(value, repetition);
+    if (count > 0 && (frequency != 0.0f || presence != 0.0f)) {
+      value = __fsub_rn(value, __fmul_rn(frequency, (float)count));
+      value = __fsub_rn(value, presence);
+    }
+    value = __fadd_rn(value, biases[at]);
+    if (emitted[slot] + n_path < min_tokens[slot])
+      for (int i = 0; i < n_stops; i++)
+        if (stops[slot * n_stops + i] == v) value = minus_infinity();
+  }
+  out[(i64)t * V + v] = value;
+}
+
+// Emitted tokens enter the counts. A thread a sequence, grid ceil(B / THREADS).
+KERNEL count_tokens(const int* tokens,  // [B, M], -1: none
+                    const int* slots,   // [B], each once; -1 is skipped
+                    int* counts,        // [slots, V]
+                    int* emitted,       // [slots]
+                    int B, int M, int V) {
+  const int b = blockIdx.x * THREADS + threadIdx.x;
+  if (b >= B || slots[b] < 0) return;
+  for (int i = 0; i < M; i++) {
+    const int token = tokens[b * M + i];
+    if (token < 0) continue;
+    int* count = counts + (i64)slots[b] * V + token;
+    *count = max(*count, 0) + 1;
+    emitted[slots[b]]++;
+  }
+}
+
 // The greedy token of each row and the largest logit. One block a row. A row of logits with NaN or
 // +inf, or with nothing finite before or after penalties, has NO_TOKEN.
 KERNEL best_tokens(const float* logits,    // [T, V] as the model gave them

@@ -114,6 +114,7 @@ SHARED_BYTES: dict[str, Callable[..., int]] = {
     "route": lambda experts: 8 * experts,
     "sort_pairs": lambda: 8 * THREADS,
     "top_log_probs": lambda k: 8 * k,
+    "penalise_paths": lambda depth: 4 * max(depth, 1),
     "build_trees": lambda budget: 12 * WARPS * budget,
 }
 
@@ -204,7 +205,7 @@ class CudaLauncher:
         function(grid, block, args, shared_mem=shared_bytes)
 
     def upload(self, array: np.ndarray):
-        out, host = self.empty(array.shape, array.dtype), np.ascontiguousarray(array)
+        out, host = self.empty(array.shape, array.dtype), np.asarray(array, order="C")
         # On the current stream: pool memory may still be read there by earlier kernels.
         stream = self.xp.cuda.get_current_stream()
         out.view(_bits(out.dtype)).set(host.view(_bits(host.dtype)), stream=stream)
@@ -381,6 +382,22 @@ class AttentionPlan:
     ancestors: object
     leaf: int
     reach: int
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """What penalties need of every cache slot, on the device (see penalise_paths in the kernels).
+
+    counts int32 [slots, V];  biases fp32 [slots, V];  stops int32 [slots, n]
+    values fp32 [slots, 3];  emitted, min_tokens int32 [slots]
+    """
+
+    counts: object
+    biases: object
+    stops: object
+    values: object
+    emitted: object
+    min_tokens: object
 
 
 @dataclass(frozen=True)
@@ -1102,6 +1119,67 @@ class CudaOps:
         values = [v for r in rows for v in r.values()] or [0]
         arrays = np.array(offsets, np.int32), np.array(ids, np.int32), np.array(values, dtype)
         return [self.launcher.upload(a) for a in arrays]
+
+    def penalties(self, slots: int, vocab: int, n_stops: int) -> Penalties:
+        """Room for the penalties of every slot, all off; n_stops: stop ids of a request at most."""
+        made = Penalties(
+            counts=np.full((slots, vocab), -1, np.int32),
+            biases=np.zeros((slots, vocab), np.float32),
+            stops=np.full((slots, max(n_stops, 1)), -1, np.int32),
+            values=np.tile(np.array([1, 0, 0], np.float32), (slots, 1)),
+            emitted=np.zeros(slots, np.int32),
+            min_tokens=np.zeros(slots, np.int32),
+        )
+        return Penalties(
+            **{name: self.launcher.upload(array) for name, array in vars(made).items()}
+        )
+
+    def set_penalties(self, state: Penalties, slot: int, asked, path) -> None:
+        """A request takes a slot: its SamplingParams and the sampling.Path of its text so far."""
+        vocab, n_stops = state.counts.shape[1], state.stops.shape[1]
+        counts, biases = np.full(vocab, -1, np.int32), np.zeros(vocab, np.float32)
+        counts[path.prompt] = 0
+        counts[list(path.output)] = list(path.output.values())
+        biases[list(asked.logit_bias)] = list(asked.logit_bias.values())
+        if len(path.stop_ids) > n_stops:
+            raise UserError(
+                f"set_penalties: {len(path.stop_ids)} stop ids, there is room for {n_stops}"
+            )
+        stops = np.full(n_stops, -1, np.int32)
+        stops[: len(path.stop_ids)] = sorted(path.stop_ids)
+        values = asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty
+        for array, row in (
+            (state.counts, counts),
+            (state.biases, biases),
+            (state.stops, stops),
+            (state.values, np.array(values, np.float32)),
+            (state.emitted, np.array(path.length, np.int32)),
+            (state.min_tokens, np.array(asked.min_tokens, np.int32)),
+        ):
+            array[slot] = self.launcher.upload(row)
+
+    def penalise_paths(self, logits, rows: TreeRows, state: Penalties, depth: int):
+        """A copy of the logits [T, V] of trees of at most `depth`, with every row's penalties."""
+        n, vocab = logits.shape
+        logits = self._take("penalise_paths", "logits", logits, FLOAT32, None, None)
+        out, grid = self.empty(logits.shape), (_ceil(vocab, THREADS), n)
+        self._launch(
+            "tokens", "penalise_paths", grid, logits, rows.token_ids, rows.sequence, rows.parent,
+            state.counts, state.biases, state.stops, state.values, state.emitted, state.min_tokens,
+            out, vocab, depth, state.stops.shape[1],
+            shared_bytes=SHARED_BYTES["penalise_paths"](depth),
+        )  # fmt: skip
+        return out
+
+    def count_tokens(self, state: Penalties, tokens, slots) -> None:
+        """Emitted tokens [B, M] of `walk_trees` enter the counts of their slots [B]."""
+        b, m = tokens.shape
+        tokens = self._take("count_tokens", "tokens", tokens, INT32, None, None)
+        slots = self._take("count_tokens", "slots", self.index(slots), INT32, b)
+        self._launch(
+            "tokens", "count_tokens", (_ceil(b, THREADS),), tokens, slots, state.counts,
+            state.emitted, b, m, state.counts.shape[1],
+        )  # fmt: skip
 
     def add_noise(self, logits, positions, params):
         """Draft logits [T, V] of sampled rows / temperature + the target's noise at `positions`."""

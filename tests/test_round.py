@@ -32,6 +32,8 @@ class Round:
         self.slots = kernels.index(np.full(batch, -1))
         self.roots, self.limits = kernels.index(np.zeros(batch)), kernels.index(np.full(batch, -1))
         self.requests = kernels.requests([SamplingParams()] * len(cache.lengths))
+        vocab = engine.dims.vocab_size
+        self.penalties = kernels.penalties(len(cache.lengths), vocab, n_stops=4)
         self.state = SimpleNamespace(
             lengths=kernels.index(np.array(cache.lengths)),
             tables=kernels.index(np.array(cache.tables[:, :per_sequence])),
@@ -48,7 +50,14 @@ class Round:
         rows = o.tree_rows(trees, self.slots, state.lengths, self.rows)
         batch = Rows(rows.token_ids, rows.positions, rows.sequence, rows.parent)
         forward = self.model.forward(batch, state, o.arange(self.rows))
-        choices = o.sample(forward.logits, rows.sequence, rows.positions, self.requests, ahead=1)
+        choices = o.sample(
+            forward.logits,
+            rows.sequence,
+            rows.positions,
+            self.requests,
+            ahead=1,
+            adjusted=o.penalise_paths(forward.logits, rows, self.penalties, depth),
+        )
         walks = o.walk_trees(trees, rows.first, choices, self.slots, state.lengths, depth)
         placed = SimpleNamespace(
             rows=walks.rows.reshape(-1),
@@ -60,6 +69,7 @@ class Round:
         )
         self.drafter.extend(forward.taps, placed, state)
         o.advance(state.lengths, self.slots, walks.counts)
+        o.count_tokens(self.penalties, walks.tokens, self.slots)
         self.roots[...] = walks.roots
         return walks.tokens, walks.counts
 
@@ -105,31 +115,36 @@ class Rows(SimpleNamespace):
 
 @pytest.mark.parametrize("activation", ("float32", "bfloat16"))
 def test_rounds_emit_what_the_engine_emits(device, activation, tmp_path, monkeypatch) -> None:
-    """Two requests and an unused place, greedy beside sampled, in rows padded with filler."""
+    """Sampled, greedy and penalised requests and an unused place, in rows padded with filler."""
     import engine
     from tests.conftest import launcher
 
     directory = toy.write_checkpoint(tmp_path / "toy", drafter={})
     kernels = ops.CudaOps(activation, launcher=launcher(device), poison=True)
     monkeypatch.setattr(engine, "make_ops", lambda *_: kernels)
-    prompts = [list(range(5, 33)), [7, 7, 7]]
+    prompts = [list(range(5, 33)), [7, 7, 7], [9, 8]]
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.6, "presence_penalty": 0.4}
+    bias = {11: 3.0, 12: -2.0}
     params = [
         SamplingParams(temperature=1.0, seed=3, top_p=0.9, max_tokens=8, ignore_eos=True),
         SamplingParams(max_tokens=8, ignore_eos=True),
+        SamplingParams(
+            **penalties, logit_bias=bias, min_tokens=8, max_tokens=8, stop_token_ids=(5, 6)
+        ),
     ]
     expected = []
     for prompt, asked in zip(prompts, params, strict=True):
         made = toy.engine_of(directory, activation=activation)
         expected.append(made.generate([prompt], asked)[0].token_ids)
 
-    made = toy.engine_of(directory, drafter=True, activation=activation, batch=3)
+    made = toy.engine_of(directory, drafter=True, activation=activation, batch=4)
     sequences = [made.submit(p, a) for p, a in zip(prompts, params, strict=True)]
     while not all(s.n_emitted for s in sequences):
         made.step()
     for s in sequences:
         made.cache.reserve(s.slot, len(s.tokens) + 16)
-    round_ = Round(made, batch=3, budget=6, rows=16)
-    place = {s.slot: i for s, i in zip(sequences, (0, 2), strict=True)}
+    round_ = Round(made, batch=4, budget=6, rows=24)
+    place = {s.slot: i for s, i in zip(sequences, (0, 2, 3), strict=True)}
     for name, values in (
         ("slots", {i: slot for slot, i in place.items()}),
         ("roots", {place[s.slot]: s.tokens[-1] for s in sequences}),
@@ -142,6 +157,9 @@ def test_rounds_emit_what_the_engine_emits(device, activation, tmp_path, monkeyp
     n_slots = len(made.cache.lengths)
     requests = [by_slot.get(i, SamplingParams()) for i in range(n_slots)]
     round_.requests = kernels.requests(requests)
+
+    for s in sequences:
+        kernels.set_penalties(round_.penalties, s.slot, s.params, s.path)
 
     emitted = {s.slot: list(s.emitted) for s in sequences}
     while min(len(tokens) for tokens in emitted.values()) < 8:
