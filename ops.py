@@ -688,6 +688,8 @@ class CudaOps:
 
     def prepare_mlp(self, gate, up, down, n_leaves: int) -> Mlp:
         """Stacks [E, width, hidden], [E, width, hidden], [E, hidden, width], dense or INT4."""
+        if n_leaves > 8:  # expert_down holds one leaf in every four lanes of a warp
+            raise UserError(f"prepare_mlp: {n_leaves} leaves, expected at most 8")
         return Mlp(
             self._matrix(gate), self._matrix(up), self._matrix(down, n_leaves, True), n_leaves
         )
