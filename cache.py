@@ -151,18 +151,24 @@ class LatentCache:
         return placed
 
     def remember(self, slot: int, tokens) -> None:
-        """Make the slot's full pages known by `tokens`, its text; draft entries must be in too."""
+        """Make the slot's full pages known by `tokens`, its text; draft entries must be in too.
+
+        A page that somebody else has made known meanwhile holds the same bits: it is shared, and
+        the slot's own goes back.
+        """
         chain = self._chains[slot]
         for index in range(len(chain), int(self.lengths[slot]) // self.leaf):
             parent = chain[-1] if chain else self._root
             own = tuple(tokens[index * self.leaf : (index + 1) * self.leaf])
-            if own in parent.children:
-                # Somebody else computed the same page meanwhile: this one stays private.
-                return
-            node = _Known(
-                int(self.tables[slot, index]), parent, own, users=1, last_used=self._clock
-            )
-            parent.children[own] = self._known[node.page] = node
+            page = int(self.tables[slot, index])
+            node = parent.children.get(own)
+            if node is None:
+                node = parent.children[own] = self._known[page] = _Known(page, parent, own)
+            else:
+                self.tables[slot, index] = node.page
+                self.free_pages.append(page)
+            node.users += 1
+            node.last_used = self._clock
             chain.append(node)
 
     def roll_back(self, slot: int, length: int) -> None:
@@ -175,8 +181,10 @@ class LatentCache:
         if length < len(chain) * self.leaf and length % self.leaf:
             keep -= 1  # the page under `length` is known: its tokens must be computed again
             length = keep * self.leaf
+        self._clock += 1
         for node in chain[keep:]:
             node.users -= 1
+            node.last_used = self._clock
         del chain[keep:]
         for page in self.tables[slot, keep : self.held[slot]].tolist():
             if page not in self._known:

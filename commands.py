@@ -7,9 +7,13 @@ import dataclasses
 import json
 import logging
 import math
+import signal
 import statistics
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -180,7 +184,7 @@ def read_prompt(given: str | None) -> str:
 
 def read_file(flag: str, file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_bytes().decode("utf-8")
     except UnicodeError:
         raise UserError(f"{flag} {file}: expected UTF-8 text; convert it first") from None
 
@@ -250,7 +254,7 @@ def answer(engine: Engine, prompt, params: SamplingParams, arguments) -> Result:
         text = prompt if isinstance(prompt, str) else engine.tokenizer.decode(prompt)
         pictures.write(Path(arguments.trace), result, engine.tokenizer.token_piece, text)
     if arguments.json:
-        print(json.dumps(summary(engine, result), ensure_ascii=False), flush=True)
+        print_json(summary(engine, result))
     else:
         print(f"[{figures(engine, result)}]", file=sys.stderr)
     if result.error:
@@ -362,7 +366,7 @@ def reply(text: str, thinking: bool) -> dict:
 def many(engine: Engine, file: Path, defaults: SamplingParams) -> int:
     """Decode a file of requests together; a line that cannot run fails alone, by its number."""
     failed, live = 0, []
-    for number, text in enumerate(read_file("--prompts", file).splitlines(), start=1):
+    for number, text in enumerate(read_file("--prompts", file).split("\n"), start=1):
         if not text.strip():
             continue
         try:
@@ -373,11 +377,14 @@ def many(engine: Engine, file: Path, defaults: SamplingParams) -> int:
             live.append(engine.submit(prompt, line.params, id=line.id))
         except UserError as error:
             failed += 1
-            print(json.dumps({"line": number, "error": str(error)}, ensure_ascii=False), flush=True)
-    bar = tqdm(total=len(live), unit="prompt", desc=file.name, disable=not sys.stderr.isatty())
-    began, emitted, steps, total = time.perf_counter(), 0, 0, len(live)
-    try:
-        while live:
+            print_json({"line": number, "error": str(error)})
+    total, began, emitted, steps = len(live), time.perf_counter(), 0, 0
+    quiet = not sys.stderr.isatty()
+    with (
+        interruptible() as interrupted,
+        tqdm(total=total, unit="prompt", desc=file.name, disable=quiet) as bar,
+    ):
+        while live and not interrupted.is_set():
             for sequence in engine.step():
                 if sequence.finish_reason is None:
                     continue
@@ -386,18 +393,38 @@ def many(engine: Engine, file: Path, defaults: SamplingParams) -> int:
                 failed += result.error is not None
                 emitted += len(result.token_ids)
                 steps += result.steps
-                line = {"id": result.id, **summary(engine, result)}
-                print(json.dumps(line, ensure_ascii=False), flush=True)
+                print_json({"id": result.id, **summary(engine, result)})
                 bar.update()
                 rate = emitted / (time.perf_counter() - began)
                 tau = (emitted - bar.n) / steps if steps else 0.0
                 bar.set_postfix_str(f"{rate:.1f} tok/s, acceptance length {tau:.2f}")
-    except KeyboardInterrupt:
-        bar.close()
+    if interrupted.is_set():
         print(f"interrupted: {total - len(live)} of {total} prompts done", file=sys.stderr)
         return 130
-    bar.close()
     return 1 if failed else 0
+
+
+@contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event, so that it tears no step and no line of output; a second one may."""
+    asked = threading.Event()
+
+    def ask(*_) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def print_json(value: dict) -> None:
+    """One line of JSON. A lone surrogate, which UTF-8 cannot hold, stays the escape it came as."""
+    line = json.dumps(value, ensure_ascii=False)
+    print(line.encode("utf-8", errors="backslashreplace").decode(), flush=True)
 
 
 # ---- measures of a text and of the modes -------------------------------------------------------
@@ -412,6 +439,8 @@ def score(engine: Engine, file: Path) -> int:
     if len(ids) < 2:
         raise UserError(f"--score {file}: expected at least two tokens, got {len(ids)}")
     window = engine.settings.decode.context - 1
+    if window < 2:
+        raise UserError(f"--score: needs a context of at least 3, got {window + 1}")
     params = SamplingParams(max_tokens=1)
     lost, scored = 0.0, []
     starts = range(0, max(len(ids) - (window - window // 2), 1), max(window // 2, 1))

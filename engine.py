@@ -182,16 +182,18 @@ class Engine:
                 room -= n
         return chunks
 
+    def room(self, sequence: Sequence) -> int:
+        """Tokens that the cache must hold for the sequence to take its next verify step. Admission
+        asks for as much, so that nobody is admitted only to be put back at once."""
+        most = self.drafter.dims.block_size if self.drafter is not None else 1
+        return min(sequence.to_prefill + most, sequence.longest)
+
     def make_room(self, sequence: Sequence) -> None:
-        """Pages for the most that the sequence may commit in this step. Where they are short, the
-        youngest gives its own back and will compute the same bits again later."""
-        most = self.settings.decode.prefill_chunk
-        if self.drafter is not None:
-            most = max(most, self.drafter.dims.block_size)
+        """Pages for the sequence's next step. Where they are short, the youngest gives its own back
+        and will compute the same bits again later."""
         while sequence.slot >= 0:
             try:
-                want = min(self.committed(sequence) + most, sequence.longest)
-                return self.cache.reserve(sequence.slot, want)
+                return self.cache.reserve(sequence.slot, self.room(sequence))
             except CacheFull:
                 youngest = self.running.pop()
                 self.cache.free(youngest.slot)
@@ -204,7 +206,7 @@ class Engine:
         most = 0 if sequence.echo else sequence.to_prefill - (sequence.n_emitted == 0)
         slot = self.cache.admit(sequence.tokens, most)
         try:
-            self.cache.reserve(slot, len(sequence.tokens))
+            self.cache.reserve(slot, self.room(sequence))
         except CacheFull:
             self.cache.free(slot)
             return False
@@ -325,10 +327,10 @@ class Engine:
     def score(self, sequence: Sequence, logits: np.ndarray) -> None:
         """Log-probabilities of the prompt tokens that follow these rows of the prompt."""
         done = self.committed(sequence)
-        following = np.asarray(sequence.prompt[done + 1 : done + 1 + len(logits)])
-        if len(following):
-            scored = sampling.log_softmax_top(logits[: len(following)], following, 0)
-            sequence.prompt_logprobs.append(scored.chosen)
+        following = np.asarray(sequence.prompt[done + 1 : done + 1 + len(logits)], np.int64)
+        scored = sampling.log_softmax_top(logits[: len(following)], following, 0)
+        # By position: a request that was put back comes here again, with the same bits.
+        sequence.prompt_logprobs[done : done + len(following)] = scored.chosen
 
     def retire(self, sequence: Sequence) -> None:
         """Give back what an ended or cancelled sequence held."""
@@ -434,13 +436,12 @@ class Engine:
         try:
             for prompt in prompts:
                 sequences.append(self.submit(prompt, params, **options))
-        except UserError:  # all or none
+            for sequence in sequences:
+                while sequence.finish_reason is None:
+                    self.advance(sequence)
+        finally:  # all or none: whatever went wrong, nothing of this call goes on
             for sequence in sequences:
                 self.cancel(sequence)
-            raise
-        for sequence in sequences:
-            while sequence.finish_reason is None:
-                self.advance(sequence)
         return [sequence.result() for sequence in sequences]
 
     def stream(self, sequence: Sequence) -> Iterator[str]:

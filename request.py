@@ -29,12 +29,13 @@ class Round:
 class Result:
     """What one request became.
 
-    finish_reason    "stop" (a stop id or string), "length", or "error" (then `error` says why)
+    finish_reason    "stop" (a stop id or string), "length", "cancelled", or "error" (then `error`
+                     says why)
     token_ids        emitted ids; a stop id is not among them
     steps            verify steps; acceptance_length is the tokens that they emitted per step
     logits           fp32 [tokens, V] of every emitted token, where asked for
     logprobs         of every emitted token, where asked for; prompt_logprobs: float32 [prompt - 1],
-                     of every prompt token but the first, where asked for
+                     of every prompt token but the first, where asked for; NaN where not reached
     """
 
     id: object
@@ -93,7 +94,7 @@ class Sequence:
     error: str | None = None
     logits: list[np.ndarray] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[np.ndarray] = field(default_factory=list)
+    prompt_logprobs: np.ndarray | None = None
     rounds: list[Round] = field(default_factory=list)
     submitted: float = field(default_factory=time.perf_counter)
     first_token: float = 0.0
@@ -102,6 +103,7 @@ class Sequence:
     @classmethod
     def start(cls, prompt, params, rule, arrival, tokenizer: Tokenizer | None, **options):
         """A request that has emitted nothing yet."""
+        echo = options.get("echo", False)
         return cls(
             prompt=prompt,
             params=params,
@@ -111,6 +113,7 @@ class Sequence:
             path=sampling.Path.start(prompt, rule.stop_ids),
             decoder=IncrementalDecoder(tokenizer) if tokenizer else None,
             scanner=StopScanner(params.stop),
+            prompt_logprobs=np.full(len(prompt) - 1, np.nan, np.float32) if echo else None,
             **options,
         )
 
@@ -188,6 +191,7 @@ class Sequence:
 
     def result(self) -> Result:
         """The outcome, once ended."""
+        first_token = self.first_token or self.finished  # cancelled before there was one
         return Result(
             id=self.id,
             text="".join(self.pieces),
@@ -196,12 +200,12 @@ class Sequence:
             seed=self.params.seed,
             prompt_tokens=len(self.prompt),
             steps=self.steps,
-            prefill_s=self.first_token - self.submitted,
-            decode_s=self.finished - self.first_token,
+            prefill_s=first_token - self.submitted,
+            decode_s=self.finished - first_token,
             error=self.error,
             logits=np.stack(self.logits) if self.logits else None,
             logprobs=_joined(self.logprobs) if self.params.logprobs is not None else None,
-            prompt_logprobs=np.concatenate(self.prompt_logprobs) if self.echo else None,
+            prompt_logprobs=self.prompt_logprobs,
             rounds=tuple(self.rounds),
         )
 

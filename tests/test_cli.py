@@ -245,7 +245,7 @@ class TestCompare:
 
     @pytest.mark.parametrize("sampled", [(), ("--temperature", 0.8)])
     def test_says_yes(self, call, sampled):
-        options = ("--compare", "--repeats", 2, "--budget", 6, "--max-tokens", 8)
+        options = ("--compare", "--repeats", 2, "--budget", 6, "--max-tokens", 8, "--ignore-eos")
         code, out, err = call("--prompt", "hello", *options, *sampled)
         assert (code, err) == (0, "")
         rows = self.table(out)
