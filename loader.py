@@ -5,9 +5,10 @@ The way in has three steps, and nothing large is read or allocated before the se
     open_checkpoint   config files, index, every shard's header, each checked against its file
     plan_target       every tensor the model needs: its shard, byte range, this rank's part of it
                       and its destination; all that do not fit are reported together
-    load_target       threads read those parts straight into the arrays
+    load_target       threads read those parts, past the page cache, into the arrays
 
-The drafter goes the same way through `plan_drafter` and `load_drafter`.
+The drafter goes the same way through `plan_drafter` and `load_drafter`. `generate_weights` fills
+the same plan from a seed, without files.
 
 Every number in a file is a claim to be checked. Files are read with preadv and never mapped: a
 mapped page past the end of a short file reads as junk instead of failing. Nor can a checkpoint make
@@ -23,15 +24,22 @@ c sits in word c // 8 at bits 4 * (c % 8). No zero point, no interleave.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import math
+import mmap
 import os
 import stat
+import threading
+import time
+import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +48,7 @@ import numpy as np
 from tqdm import tqdm
 
 import config
+import reference
 from config import UserError
 from reference import Int4Weight, unpack_int4
 
@@ -51,8 +60,10 @@ __all__ = [
     "LayerWeights",
     "MoeMlp",
     "Plan",
+    "Share",
     "TargetWeights",
     "TensorInfo",
+    "generate_weights",
     "generation_stop_ids",
     "load_drafter",
     "load_target",
@@ -87,7 +98,12 @@ JSON_LIMIT = 100_000_000  # bytes; the index of K2.6 has about 25 million
 COUNT_LIMIT = 1 << 48  # a dimension or an offset above this is nonsense
 SHOWN = 8  # names of each kind listed in one error
 READERS = 8  # threads
-CHUNK = 8 << 20  # bytes a thread stages at most: staging is READERS * CHUNK
+CHUNK = 8 << 20  # bytes a thread stages: READERS * CHUNK in all, and as much again in a Share
+LANES = 4  # threads that read what the ranks of a host share
+GAP = 64 << 10  # bytes that are read over rather than started anew behind
+PAGE = 4096  # what O_DIRECT wants offsets, lengths and addresses to be multiples of
+DIRECT_FROM = 1 << 30  # bytes of a plan; below, the page cache makes the next start faster
+STALL = 600  # seconds without a word of another rank
 
 ONE_RANK = config.TensorParallel()
 
@@ -154,21 +170,36 @@ class _File:
     fd: int
     size: int
 
-    def read_into(self, view: memoryview, offset: int) -> None:
-        """Fill `view` with the bytes from `offset` on, all of them."""
-        while len(view):
+    def read_into(self, view: memoryview, offset: int, wanted: int | None = None) -> None:
+        """Fill `view` with the bytes from `offset` on: all, or at least the first `wanted`."""
+        wanted, got = len(view) if wanted is None else wanted, 0
+        while got < wanted:
             try:
-                got = os.preadv(self.fd, [view], offset)
+                end = got + os.preadv(self.fd, [view[got:]], offset + got)
             except OSError as error:
+                if error.errno == errno.EINVAL and self.direct():
+                    # This file system wants other blocks than PAGE, or none of it.
+                    fcntl.fcntl(self.fd, fcntl.F_SETFL, os.O_RDONLY)
+                    continue
                 raise UserError(
-                    f"{self.path}: cannot be read at byte {offset}: {error.strerror}"
+                    f"{self.path}: cannot be read at byte {offset + got}: {error.strerror}"
                 ) from None
-            if not got:
+            if end < wanted and self.direct():
+                end -= end % PAGE  # the next read must begin on a block
+            if end <= got:
                 raise UserError(
-                    f"{self.path}: truncated: expected {len(view)} bytes more at byte {offset};"
-                    " the file changed after its header was read, load again"
+                    f"{self.path}: truncated: expected {wanted - got} bytes more at byte"
+                    f" {offset + got}; the file changed after its header was read, load again"
                 )
-            view, offset = view[got:], offset + got
+            got = end
+
+    def direct(self) -> bool:
+        return bool(fcntl.fcntl(self.fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+    def forget(self, offset: int, length: int) -> None:
+        """Let the page cache drop what was read: it would push out what others need."""
+        if not self.direct():
+            os.posix_fadvise(self.fd, offset, length, os.POSIX_FADV_DONTNEED)
 
     def read(self, offset: int, length: int) -> bytearray:
         data = bytearray(length)
@@ -177,11 +208,18 @@ class _File:
 
 
 @contextmanager
-def _opened(directory: Path, name: str) -> Iterator[_File]:
+def _opened(directory: Path, name: str, direct: bool = False) -> Iterator[_File]:
+    """The file; `direct`: past the page cache, if its file system can do that."""
     path, real = directory / name, _locate(directory, name)
+    # The path has no link left in it; NONBLOCK so that a pipe cannot make us wait.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        # The path has no link left in it; NONBLOCK so that a pipe cannot make us wait.
-        fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fd = os.open(real, flags | (os.O_DIRECT if direct else 0))
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            fd = os.open(real, flags)
     except OSError as error:
         raise UserError(
             f"{path}: cannot be opened: {error.strerror}; is the download complete?"
@@ -250,10 +288,17 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]  # all of them, by their names in the files
     text_names: dict[str, TensorInfo]  # no vision; the prefix `language_model.` stripped
     skipped_vision: int  # tensors that text_names leaves out
+    generated: bool = False  # no files but the JSON ones: weights come from a seed
+    shard: tuple[int, int] | None = None  # (rank, size) whose parts alone are here
 
 
-def open_checkpoint(directory: Path | str) -> Checkpoint:
+def open_checkpoint(
+    directory: Path | str, *, generate: bool = False, rank: int = 0, size: int = 1
+) -> Checkpoint:
     """Read the JSON files and all headers; log how many vision tensors are skipped.
+
+    generate    config.json is all there must be
+    rank, size  choose the folder in a directory that tools/preshard.py wrote
 
     Raises UserError for a missing or unreadable file, a header that contradicts its file
     (truncated, overlaps, gaps), a tensor in two shards, an index that contradicts the shards, and a
@@ -264,10 +309,14 @@ def open_checkpoint(directory: Path | str) -> Checkpoint:
         raise UserError(
             f"{directory}: no such directory; expected a checkpoint with config.json and {SINGLE}"
         )
+    directory = _rank_directory(directory, rank, size)
     config_json = _read_json(directory, "config.json")
     generation_config: dict[str, Any] = {}
     if os.path.lexists(directory / "generation_config.json"):
         generation_config = _read_json(directory, "generation_config.json")
+    if generate:
+        return Checkpoint(directory, config_json, generation_config, {}, {}, 0, generated=True)
+    shard = _read_shard_key(directory, config_json)
     tensors = _read_headers(directory)
 
     text: dict[str, TensorInfo] = {}
@@ -286,7 +335,43 @@ def open_checkpoint(directory: Path | str) -> Checkpoint:
         log.warning(
             "%s: %d vision tensors skipped, this engine reads text only", directory, skipped
         )
-    return Checkpoint(directory, config_json, generation_config, tensors, text, skipped)
+    return Checkpoint(
+        directory, config_json, generation_config, tensors, text, skipped, shard=shard
+    )
+
+
+SHARD_KEY = "kdtree_shard"  # of config.json, written by tools/preshard.py: {"rank", "size"}
+
+
+def rank_name(rank: int, size: int) -> str:
+    """The folder of one rank's parts."""
+    return f"rank-{rank}-of-{size}"
+
+
+def _rank_directory(directory: Path, rank: int, size: int) -> Path:
+    """The rank's own folder, where a checkpoint was cut beforehand."""
+    found = sorted(path.name for path in directory.glob("rank-*-of-*"))
+    if not found or (directory / "config.json").exists():
+        return directory
+    if rank_name(rank, size) not in found:
+        raise UserError(
+            f"{directory}: expected {rank_name(rank, size)} for tp.size {size}, found"
+            f" {_some(found)}; start the ranks it was cut for, or cut it anew (tools/preshard.py)"
+        )
+    return directory / rank_name(rank, size)
+
+
+def _read_shard_key(directory: Path, config_json: dict[str, Any]) -> tuple[int, int] | None:
+    found = config_json.get(SHARD_KEY)
+    if found is None:
+        return None
+    numbers = [found.get(key) for key in ("rank", "size")] if isinstance(found, dict) else []
+    if [type(n) for n in numbers] != [int, int] or not 0 <= numbers[0] < numbers[1]:
+        raise UserError(
+            f"{directory / 'config.json'}: {SHARD_KEY}: expected a rank and a size, got"
+            f" {_show(found)}; cut the checkpoint anew (tools/preshard.py)"
+        )
+    return numbers[0], numbers[1]
 
 
 def generation_stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
@@ -549,6 +634,8 @@ class Plan:
 
     directory: Path
     weights: Any  # TargetWeights or DrafterWeights with a Slot in place of every array
+    shapes: tuple[tuple[TensorInfo, Shape], ...] = ()  # weight_shape tensors and what they say
+    group: int = 32  # columns of an INT4 scale
 
     @property
     def slots(self) -> list[Slot]:
@@ -628,7 +715,7 @@ def _plan_mlp(plan: _Planner, model: config.Model, i: int) -> DenseMlp | MoeMlp:
     return MoeMlp(
         plan.dense(f"{at}.gate", experts, hidden),
         # The published files hold F32, whose last bits choose experts; BF16 is seen in the wild.
-        plan.array(f"{at}.gate.e_score_correction_bias", FLOATS, (experts,), upcast=True),
+        plan.array(f"{at}.gate.e_score_correction_bias", FLOATS[::-1], (experts,), upcast=True),
         *routed,
         *shared,
     )
@@ -695,6 +782,12 @@ class _Planner:
     ) -> None:
         if not 0 <= rank < tp.size:
             raise UserError(f"rank {rank}: expected 0..{tp.size - 1}, for tp.size is {tp.size}")
+        if checkpoint.shard not in (None, (rank, tp.size)):
+            own, of = checkpoint.shard
+            raise UserError(
+                f"{checkpoint.directory}: holds the parts of rank {own} of {of}, but this is rank"
+                f" {rank} of {tp.size}; use tp.size {of}, or the whole checkpoint"
+            )
         self.checkpoint, self.tp, self.cut, self.rank = checkpoint, tp, tp.cut, rank
         self.group = group  # columns of an INT4 scale
         self.asked: set[str] = set()
@@ -720,6 +813,8 @@ class _Planner:
         return self.rank * part, (self.rank + 1) * part
 
     def find(self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> TensorInfo | None:
+        if self.checkpoint.generated:  # of the published type, which stands last
+            return TensorInfo(name, "", dtypes[-1], shape, 0, 0)
         self.asked.add(name)
         held = self.checkpoint.text_names
         tensor = held.get(name)
@@ -754,6 +849,10 @@ class _Planner:
         stacked = isinstance(names, list)
         names = names if stacked else [names]
         rows, columns = rows or (0, shape[0]), columns or (0, math.prod(shape[1:]))
+        part = (height or rows[1] - rows[0], columns[1] - columns[0])[: len(shape)]
+        if self.checkpoint.shard:  # the file has no more than the part
+            shape = (rows[1] - rows[0], columns[1] - columns[0])[: len(shape)]
+            rows, columns = (0, shape[0]), (0, math.prod(shape[1:]))
         found = [tensor for name in names if (tensor := self.find(name, dtypes, shape))]
         kinds = sorted({tensor.dtype for tensor in found}) or [dtypes[0]]
         if len(kinds) > 1:
@@ -761,7 +860,6 @@ class _Planner:
             self.wrong.append(
                 f"{one.name} is {one.dtype}, expected {found[0].dtype} as its fellows"
             )
-        part = (height or rows[1] - rows[0], columns[1] - columns[0])[: len(shape)]
         pieces = (
             Piece(tensor, rows, columns, e if stacked else None) for e, tensor in enumerate(found)
         )
@@ -844,8 +942,9 @@ class _Planner:
             raise UserError(
                 f"{self.checkpoint.directory}: its tensors do not fit its config.json: {listed}"
             )
-        self._check_shapes()
-        return Plan(self.checkpoint.directory, weights)
+        if not self.checkpoint.generated:
+            self._check_shapes()
+        return Plan(self.checkpoint.directory, weights, tuple(self.shapes), self.group)
 
     def _check_shapes(self) -> None:
         """What the weight_shape tensors say: (out, in) of the matrix before any cut."""
@@ -882,105 +981,393 @@ def _some(names: list[str]) -> str:
 
 # ---- the data ------------------------------------------------------------------------------------
 
+# Takes a complete array and returns what stands for it in the weights (a GPU's copy, say).
+Place = Callable[[Slot, np.ndarray], Any]
 
-def load_target(plan: Plan, *, progress: bool = False) -> TargetWeights:
+
+def load_target(
+    plan: Plan, *, progress: bool = False, place: Place | None = None, share: Share | None = None
+) -> TargetWeights:
     """Read what `plan_target` planned; `progress` shows a bar in bytes.
 
-    Needs Plan.bytes of memory and at most READERS * CHUNK bytes of staging. Raises UserError.
+    place  is called here, in this thread, as soon as an array is complete, while others are read;
+           the array's memory is then free again
+    share  of the ranks on this host: what more than one of them needs is read once
+
+    Needs Plan.bytes of memory (with `place` only that of the arrays that are not complete) and
+    READERS * CHUNK bytes of staging; a Share has LANES * size * CHUNK. Raises UserError.
     """
-    return _load(plan, progress)
+    return _load(plan, progress, place, share)
 
 
-def load_drafter(plan: Plan, *, progress: bool = False) -> DrafterWeights:
-    """Read what `plan_drafter` planned."""
-    return _load(plan, progress)
+def load_drafter(
+    plan: Plan, *, progress: bool = False, place: Place | None = None, share: Share | None = None
+) -> DrafterWeights:
+    """Read what `plan_drafter` planned, like `load_target`."""
+    return _load(plan, progress, place, share)
 
 
-def _load(plan: Plan, progress: bool) -> Any:
+def _load(plan: Plan, progress: bool, place: Place | None, share: Share | None) -> Any:
     slots = plan.slots
     # Zeros, as padding must be; a large array of them costs nothing until it is written.
-    arrays = {slot.name: np.zeros(slot.shape, slot.dtype) for slot in slots}
-    reads = sorted(
-        (read for slot in slots for read in _reads(slot, arrays[slot.name])),
-        key=lambda read: (read.file, read.begin),
-    )
-    total = sum(len(read.rows) * read.row_bytes for read in reads)
+    arrays: list[Any] = [np.zeros(slot.shape, slot.dtype) for slot in slots]
+    private, common = _extents(slots, share is not None and share.size > 1)
+    awaited = [0] * len(slots)  # rows of each slot that are still to come
+    for extent in private + common:
+        for part in extent.parts:
+            awaited[part.slot] += part.rows
+    lock, staging = threading.Lock(), threading.local()
+
+    def arrived(parts: list[_Part]) -> list[int]:
+        """Book the parts; returns the slots that are now complete."""
+        complete = []
+        with lock:
+            for part in parts:
+                awaited[part.slot] -= part.rows
+                if not awaited[part.slot]:
+                    complete.append(part.slot)
+        return complete
+
+    def read(extents: list[_Extent]) -> tuple[int, list[int]]:
+        if not hasattr(staging, "buffer"):
+            staging.buffer = mmap.mmap(-1, longest)
+        complete = []
+        for extent in extents:
+            extent.read(files, memoryview(staging.buffer), uncached)
+            extent.scatter(memoryview(staging.buffer), slots, arrays)
+            complete += arrived(extent.parts)
+        return sum(extent.length for extent in extents), complete
+
+    def read_common(lane: int) -> tuple[int, list[int]]:
+        length, complete = 0, []
+        for extent, buffer in share.rounds(lane, common, files, uncached):
+            extent.scatter(buffer, slots, arrays)
+            complete += arrived(extent.parts)
+            length += extent.length
+        return length, complete
+
+    def finish(i: int) -> None:
+        array = arrays[i]
+        if slots[i].upcast:
+            array = array.astype(np.float32)
+        arrays[i] = array if place is None else place(slots[i], array)
+
+    total = sum(extent.length for extent in private + common)
+    uncached = plan.bytes >= DIRECT_FROM
+    longest = max([CHUNK, *(len(extent) for extent in private)]) + 2 * PAGE
     bar = tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress)
     with ExitStack() as stack:
         stack.enter_context(bar)
         files = {
-            name: stack.enter_context(_opened(plan.directory, name))
-            for name in sorted({read.file for read in reads})
+            name: stack.enter_context(_opened(plan.directory, name, uncached))
+            for name in sorted({extent.file for extent in private + common})
         }
-        pool = ThreadPoolExecutor(READERS)
+        lanes = range(LANES if common else 0)
+        if common:
+            stack.enter_context(share.attached(_digest(common), max(map(len, common)) + 2 * PAGE))
+        pool = ThreadPoolExecutor(READERS + len(lanes))
         stack.callback(pool.shutdown, cancel_futures=True)  # an error or Ctrl-C ends it at once
-        done = pool.map(
-            lambda batch: sum(read.run(files[read.file]) for read in batch), _batches(reads)
-        )
-        for read_bytes in done:
-            bar.update(read_bytes)
-
-    def filled(slot: Slot) -> np.ndarray:
-        return arrays[slot.name].astype(np.float32) if slot.upcast else arrays[slot.name]
-
-    return _replace(plan.weights, filled)
+        if common:
+            stack.enter_context(share.telling())
+        for i in [i for i, rows in enumerate(awaited) if not rows]:
+            finish(i)  # nothing is read for it: a rank beyond the vocabulary
+        pending: set[Future] = {pool.submit(read_common, lane) for lane in lanes}
+        batches = _batches(private)
+        pending |= {pool.submit(read, batch) for batch in islice(batches, 2 * READERS)}
+        while pending:
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            for task in done:
+                length, complete = task.result()
+                if batch := next(batches, None):
+                    pending.add(pool.submit(read, batch))
+                bar.update(length)
+                for i in complete:
+                    finish(i)
+    by_name = {slot.name: array for slot, array in zip(slots, arrays, strict=True)}
+    return _replace(plan.weights, lambda slot: by_name[slot.name])
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    """Some rows of one tensor, about CHUNK bytes of them at most, into rows of an array."""
+class _Part:
+    """Some rows of one tensor in a file, and where they belong.
+
+    begin    bytes from the start of the file; rows of row_bytes, of which `columns` are wanted
+    slot     number of the slot;  index: which matrix of a stack;  first: row of the destination
+    """
+
+    begin: int
+    rows: int
+    row_bytes: int
+    columns: Range
+    slot: int
+    index: int | None
+    first: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.rows * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """One read: a range of a file, at most about CHUNK long, and the parts that lie in it."""
 
     file: str
-    begin: int  # bytes from the start of the file
-    row_bytes: int  # in the file
-    columns: Range  # bytes of a row that are wanted
-    rows: np.ndarray  # uint8 [rows, bytes wanted], a view of the destination
+    parts: list[_Part]  # ascending
 
-    def run(self, file: _File) -> int:
-        """Returns the bytes read."""
-        length = len(self.rows) * self.row_bytes
-        if self.columns == (0, self.row_bytes):
-            file.read_into(memoryview(self.rows.reshape(-1)), self.begin)
+    @property
+    def begin(self) -> int:
+        return self.parts[0].begin - self.parts[0].begin % PAGE
+
+    @property
+    def length(self) -> int:
+        """Bytes that are wanted, whole rows of them."""
+        return sum(part.rows * part.row_bytes for part in self.parts)
+
+    def __len__(self) -> int:
+        return self.parts[-1].end - self.begin
+
+    def read(self, files: dict[str, _File], buffer: memoryview, uncached: bool) -> None:
+        """Whole pages around the parts, to the start of `buffer`."""
+        file, length = files[self.file], len(self)
+        file.read_into(buffer[: length + -length % PAGE], self.begin, length)
+        if uncached:
+            file.forget(self.begin, length)
+
+    def scatter(self, buffer: memoryview, slots: list[Slot], arrays: list[np.ndarray]) -> None:
+        """The wanted columns of all parts, to their arrays."""
+        data = np.frombuffer(buffer, np.uint8)
+        for part in self.parts:
+            array = arrays[part.slot]
+            matrix = array if part.index is None else array[part.index]
+            rows = matrix[part.first : part.first + part.rows].view(np.uint8)
+            at = part.begin - self.begin
+            read = data[at : at + part.rows * part.row_bytes].reshape(part.rows, part.row_bytes)
+            rows.reshape(part.rows, -1)[:] = read[:, slice(*part.columns)]
+
+
+def _extents(slots: list[Slot], sharing: bool) -> tuple[list[_Extent], list[_Extent]]:
+    """The reads of a rank, by file and offset: its own, and those that its host's ranks share.
+
+    Shared are rows of which this rank wants some columns, or that every rank wants.
+    """
+    private: list[tuple[str, _Part]] = []
+    common: list[tuple[str, _Part]] = []
+    for number, slot in enumerate(slots):
+        size = slot.dtype.itemsize
+        for piece in slot.pieces:
+            tensor, (first, last) = piece.tensor, piece.rows
+            if first == last:
+                continue
+            row_bytes = (tensor.end - tensor.begin) // tensor.shape[0]
+            columns = piece.columns[0] * size, piece.columns[1] * size
+            step = max(1, CHUNK // row_bytes)
+            whole = last - first == tensor.shape[0]
+            to = common if sharing and whole else private
+            for row in range(first, last, step):
+                rows, begin = min(step, last - row), tensor.begin + row * row_bytes
+                part = _Part(begin, rows, row_bytes, columns, number, piece.index, row - first)
+                to.append((tensor.file, part))
+    return _merged(private), _merged(common)
+
+
+def _merged(parts: list[tuple[str, _Part]]) -> list[_Extent]:
+    """Neighbours in one read, as far as it stays within CHUNK."""
+    extents: list[_Extent] = []
+    for file, part in sorted(parts, key=lambda item: (item[0], item[1].begin)):
+        last = extents[-1] if extents else None
+        if (
+            last is not None
+            and last.file == file
+            and part.begin - last.parts[-1].end <= GAP
+            and part.end - last.begin <= CHUNK
+        ):
+            last.parts.append(part)
         else:
-            # A few bytes of every row: one long read and a copy beat a read for each row.
-            staged = np.empty((len(self.rows), self.row_bytes), np.uint8)
-            file.read_into(memoryview(staged.reshape(-1)), self.begin)
-            self.rows[:] = staged[:, self.columns[0] : self.columns[1]]
-        return length
+            extents.append(_Extent(file, [part]))
+    return extents
 
 
-def _reads(slot: Slot, array: np.ndarray) -> Iterator[_Read]:
-    size = slot.dtype.itemsize
-    for piece in slot.pieces:
-        first, last = piece.rows
-        if first == last:
-            continue
-        row_bytes = (piece.tensor.end - piece.tensor.begin) // piece.tensor.shape[0]
-        matrix = array if piece.index is None else array[piece.index]
-        into = matrix[: last - first].reshape(last - first, -1).view(np.uint8)
-        step = max(1, CHUNK // row_bytes)
-        for row in range(first, last, step):
-            yield _Read(
-                file=piece.tensor.file,
-                begin=piece.tensor.begin + row * row_bytes,
-                row_bytes=row_bytes,
-                columns=(piece.columns[0] * size, piece.columns[1] * size),
-                rows=into[row - first : row - first + step],
-            )
-
-
-def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:
-    """Neighbouring reads, about CHUNK bytes together: one task each would be 200,000 tasks."""
-    batch: list[_Read] = []
+def _batches(extents: list[_Extent]) -> Iterator[list[_Extent]]:
+    """Neighbouring reads, about CHUNK bytes together: one task each would be 100,000 tasks."""
+    batch: list[_Extent] = []
     size = 0
-    for read in reads:
-        batch.append(read)
-        size += len(read.rows) * read.row_bytes
+    for extent in extents:
+        batch.append(extent)
+        size += len(extent)
         if size >= CHUNK:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _digest(extents: list[_Extent]) -> int:
+    """A checksum of what is read where: equal on all ranks that load the same checkpoint."""
+    text = "".join(f"{e.file} {e.begin} {len(e)};" for e in extents)
+    return zlib.crc32(text.encode()) + 1  # 0 stands for "not here yet"
+
+
+# ---- what the ranks of a host share --------------------------------------------------------------
+
+
+class Share:
+    """Reads that several ranks of one host need, done once: each rank reads every size-th extent
+    into memory that all of them see, and takes its own columns from every one.
+
+    path  a file in memory (below /dev/shm) whose name the ranks agreed on and that no other run
+          uses; rank 0 makes it, and unlinks it as soon as all have opened it
+    rank, size  among the ranks of this host
+
+    Every lane is a thread in each rank. In round k each rank reads one extent, says so (ready),
+    takes its part of all ranks' extents once they are ready, and says so (done); nobody reads the
+    next one over an extent that somebody has not done with. Counters are read and written by system
+    calls, which order them after the data on every processor.
+    """
+
+    def __init__(self, path: Path | str, rank: int, size: int):
+        self.path, self.rank, self.size = str(path), rank, size
+
+    @contextmanager
+    def attached(self, digest: int, chunk: int) -> Iterator[None]:
+        """Memory for extents of up to `chunk` bytes, whole pages. All ranks must come in with the
+        same digest."""
+        self.chunk = chunk + -chunk % PAGE
+        counters = (1 + 2 * LANES) * self.size * 8
+        self.start = counters + -counters % PAGE
+        length = self.start + LANES * self.size * self.chunk
+        self.fd = self._open(length)
+        self.memory = mmap.mmap(self.fd, length)
+        try:
+            self._say(0, digest)
+            seen = self._wait(0, 1)
+            if self.rank == 0:
+                os.unlink(self.path)
+            if set(seen) != {digest}:
+                raise UserError(
+                    f"rank {self.rank}: the ranks of this host plan different reads; do all load"
+                    " the same checkpoint with the same config?"
+                )
+            yield
+        finally:
+            os.close(self.fd)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Should anything fail in here, then the others' waiting ends, in all lanes."""
+        try:
+            yield
+        except BaseException:
+            for row in range(1, 1 + 2 * LANES):
+                self._say(row, -1)
+            raise
+
+    def _open(self, length: int) -> int:
+        if self.rank == 0:
+            made = f"{self.path}.new"
+            fd = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            os.ftruncate(fd, length)
+            os.rename(made, self.path)  # nobody sees it before it has its size
+            return fd
+        limit = time.monotonic() + STALL
+        while time.monotonic() < limit:
+            try:
+                return os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                time.sleep(0.005)
+        raise UserError(f"rank {self.rank}: rank 0 of this host did not start to load")
+
+    def rounds(
+        self, lane: int, extents: list[_Extent], files: dict[str, _File], uncached: bool
+    ) -> Iterator[tuple[_Extent, memoryview]]:
+        """This lane's extents, each with its bytes, in order; valid until the next is asked for."""
+        ready, done = 1 + lane, 1 + LANES + lane
+        starts = range(lane * self.size, len(extents), LANES * self.size)
+        for k, begin in enumerate(starts):
+            group = extents[begin : begin + self.size]
+            self._wait(done, k)
+            if self.rank < len(group):
+                group[self.rank].read(files, self._buffer(lane, self.rank), uncached)
+            self._say(ready, k + 1)
+            self._wait(ready, k + 1)
+            for rank, extent in enumerate(group):
+                yield extent, self._buffer(lane, rank)
+            self._say(done, k + 1)
+
+    def _buffer(self, lane: int, rank: int) -> memoryview:
+        begin = self.start + (lane * self.size + rank) * self.chunk
+        return memoryview(self.memory)[begin : begin + self.chunk]
+
+    def _say(self, row: int, value: int) -> None:
+        data = value.to_bytes(8, "little", signed=True)
+        os.pwrite(self.fd, data, (row * self.size + self.rank) * 8)
+
+    def _wait(self, row: int, least: int) -> list[int]:
+        """Until every rank's counter is at least that; returns them."""
+        limit = time.monotonic() + STALL
+        while True:
+            raw = os.pread(self.fd, self.size * 8, row * self.size * 8)
+            values = np.frombuffer(raw, "<i8").tolist()
+            if min(values) >= least:
+                return values
+            if min(values) < 0 or time.monotonic() > limit:
+                one = values.index(min(values))
+                raise UserError(f"rank {one} of this host failed while the weights were loaded")
+            time.sleep(0.0005)
+
+
+# ---- weights from a seed -------------------------------------------------------------------------
+
+
+def tensor_seed(seed: int, name: str) -> int:
+    """The 64-bit seed of one tensor, by its name without the prefix."""
+    return (seed * 0xD1342543DE82EF95 ^ zlib.crc32(name.removeprefix(PREFIX).encode())) % (1 << 64)
+
+
+def spread(name: str, shape: tuple[int, ...], group: int = 32) -> tuple[float, float]:
+    """Centre and half-width of a generated tensor's values.
+
+    Every product keeps about the size of its input, so that logits stay finite through all layers,
+    and no expert is preferred.
+    """
+    if name.endswith("e_score_correction_bias"):
+        return 0.0, 0.01
+    if len(shape) == 1:  # a norm
+        return 1.0, 0.1
+    if name.endswith("weight_scale"):
+        mean = 1 / (4.6 * math.sqrt(shape[1] * group))  # codes -8..7 deviate by 4.6
+        return mean, mean / 2
+    if name.endswith("embed_tokens.weight"):
+        return 0.0, math.sqrt(3)
+    return 0.0, math.sqrt(3 / shape[1])
+
+
+def generate_weights(plan: Plan, ops: Any, seed: int = 0, *, progress: bool = False) -> Any:
+    """Fill a plan without files, on the device of `ops`: the bits that tools/make_checkpoint.py
+    writes with this seed, whatever the rank. Norms and biases are made on the host."""
+    slots = plan.slots
+    bar = tqdm(total=plan.bytes, unit="B", unit_scale=True, desc="weights", disable=not progress)
+
+    def filled(slot: Slot) -> Any:
+        host = len(slot.shape) == 1
+        make, fill = (np.zeros, reference.generate) if host else (ops.blank, ops.generate)
+        array = make(slot.shape, slot.dtype)
+        for piece in slot.pieces:
+            tensor, (first, last) = piece.tensor, piece.rows
+            if first == last:
+                continue
+            matrix = array if piece.index is None else array[piece.index]
+            mean, scale = spread(tensor.name, tensor.shape, plan.group)
+            width = math.prod(tensor.shape[1:])
+            at = (first, piece.columns[0])
+            part = matrix[: last - first]
+            fill(part, tensor_seed(seed, tensor.name), mean, scale, at, width)
+        bar.update(slot.bytes)
+        return array
+
+    with bar:
+        made = {slot.name: filled(slot) for slot in slots}
+    return _replace(plan.weights, lambda slot: made[slot.name])
 
 
 def _replace(node: Any, fill: Callable[[Slot], Any]) -> Any:

@@ -111,6 +111,42 @@ def to_float32(weight) -> np.ndarray:
     return np.asarray(weight).astype(np.float32)
 
 
+# ---- weights from a seed -----------------------------------------------------------------------
+
+
+def generate(
+    out: np.ndarray, seed: int, mean: float, scale: float, first=(0, 0), width: int | None = None
+) -> None:
+    """Fill `out` [rows, columns] (or [n]: n rows of one) with the part at `first` (row, column) of
+    a matrix of `width` columns (default: out's own).
+
+    An entry is a function of (seed, its index in the whole matrix) alone, so parts fit together.
+    float32, bfloat16: mean + scale * u, rounded, u uniform in [-1, 1); int32: 32 random bits.
+    The counter-based generator is SplitMix64 (Steele, Lea, Flood 2014).
+    """
+    rows = out.reshape(len(out), -1)
+    n, columns = rows.shape
+    width = columns if width is None else width
+    step = max(1, (1 << 16) // max(columns, 1))  # what the caches hold
+    for begin in range(0, n, step):
+        part = rows[begin : begin + step]
+        at = np.arange(first[0] + begin, first[0] + begin + len(part), dtype=np.uint64)
+        z = at[:, None] * np.uint64(width) + np.arange(columns, dtype=np.uint64)
+        z += np.uint64(first[1] + 1)
+        z *= np.uint64(0x9E3779B97F4A7C15)
+        z += np.uint64(seed)
+        z ^= z >> np.uint64(30)
+        z *= np.uint64(0xBF58476D1CE4E5B9)
+        z ^= z >> np.uint64(27)
+        z *= np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+        if out.dtype == np.int32:
+            part[:] = z.astype(np.uint32).view(np.int32)
+        else:
+            u = (z >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
+            part[:] = np.float32(mean) + np.float32(scale) * u
+
+
 # ---- tiles -------------------------------------------------------------------------------------
 
 
@@ -261,6 +297,25 @@ def matmul(a: np.ndarray, b: np.ndarray, split: int = 0) -> np.ndarray:
 
     run_parts([lambda i=i: part(i) for i in range(WORKERS)])
     return out
+
+
+# ---- rows of the drafter ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """The drafter's input for B blocks of n rows, all int32.
+
+    token_ids, positions [B * n];  lengths [B] of context;  tables [B, pages]
+    owners, draft_positions [B * (n - 1)]  cache slot (-1: unused) and position of every draft
+    """
+
+    token_ids: object
+    positions: object
+    lengths: object
+    tables: object
+    owners: object
+    draft_positions: object
 
 
 # ---- attention over leaves ---------------------------------------------------------------------
@@ -450,6 +505,13 @@ class ReferenceOps:
         """Zeros of the activation type: the cache's pages."""
         return np.zeros(shape, np.float32)
 
+    @staticmethod
+    def blank(shape, dtype) -> np.ndarray:
+        """Zeros where `generate` fills them with a weight."""
+        return np.zeros(shape, dtype)
+
+    generate = staticmethod(generate)
+
     def activations(self, shape) -> np.ndarray:
         """An unwritten array of the activation type."""
         return np.empty(shape, np.float32)
@@ -457,6 +519,10 @@ class ReferenceOps:
     def index(self, array) -> np.ndarray:
         """Rows, positions, ids or page numbers as int32, where the operations read them."""
         return np.asarray(array, np.int32)
+
+    def arange(self, n: int) -> np.ndarray:
+        """int32 0 … n - 1, where the operations read it."""
+        return np.arange(n, dtype=np.int32)
 
     def download(self, array) -> np.ndarray:
         """Any result as a NumPy array on the host."""
@@ -701,6 +767,22 @@ class ReferenceOps:
         pages[:, tables[slots, positions // leaf], positions % leaf] = entries[:, rows]
 
     # -- the drafter
+
+    def draft_rows(self, roots, slots, lengths, tables, n: int, mask: int) -> DraftRows:
+        """Blocks (root, mask, mask, …) of n rows for B sequences in cache `slots`; lengths and
+        tables are of all slots."""
+        slots = np.asarray(slots)
+        tokens = np.full((len(slots), n), mask, np.int32)
+        tokens[:, 0] = roots
+        positions = (lengths[slots][:, None] + np.arange(n)).astype(np.int32)
+        return DraftRows(
+            token_ids=tokens.reshape(-1),
+            positions=positions.reshape(-1),
+            lengths=lengths[slots],
+            tables=tables[slots],
+            owners=np.repeat(slots, n - 1).astype(np.int32),
+            draft_positions=positions[:, 1:].reshape(-1),
+        )
 
     def block_attention(self, q, kv, pages, tables, lengths, window: int, scale: float, span: int):
         """Drafter attention: every block over its context and itself, non-causal -> rounded.
