@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 import config
 from cache import LatentCache, Placed
 from model import Model
-from reference import stack_of_one
+from reference import DraftRows, stack_of_one
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Drafter:
         taps = ops.take_rows(taps, ops.index(placed.rows))
         context = ops.rms_norm(ops.linear(taps, self.fc), self.hidden_norm, dims.rms_norm_eps)
         positions = ops.index(placed.positions)
-        n = np.arange(len(placed.rows), dtype=np.int32)
+        n = ops.arange(len(placed.rows))
         for i, layer in enumerate(self.layers):
             entry = self._keys_values(layer, context, positions).reshape(1, len(n), -1)
             pages = cache.draft[i : i + 1]
@@ -96,13 +94,16 @@ class Drafter:
 
         Row j of a sequence is the distribution of the token at position length + 1 + j.
         """
+        tables = cache.tables[:, : max(cache.held[s] for s in slots)]
+        mask, n = self.dims.mask_token_id, self.dims.block_size
+        rows = self.ops.draft_rows(roots, slots, cache.lengths, tables, n, mask)
+        return self.forward(rows, cache).reshape(len(roots), n - 1, -1)
+
+    def forward(self, rows: DraftRows, cache: LatentCache):
+        """The blocks of `draft_rows` -> fp32 logits [B * (block_size - 1), V]."""
         ops, dims, n = self.ops, self.dims, self.dims.block_size
-        tokens = np.full((len(roots), n), dims.mask_token_id, np.int32)
-        tokens[:, 0] = roots
-        lengths = cache.lengths[slots]
-        tables = cache.tables[slots, : max(cache.held[s] for s in slots)]
-        positions = ops.index((lengths[:, None] + np.arange(n)).reshape(-1))
-        x = ops.embed(ops.index(tokens.reshape(-1)), self.target.embedding, self.target.first_id)
+        positions = rows.positions
+        x = ops.embed(rows.token_ids, self.target.embedding, self.target.first_id)
         for layer, store in zip(self.layers, cache.draft, strict=True):
             h = ops.rms_norm(x, layer.input_norm, dims.rms_norm_eps)
             q = ops.linear(h, layer.q).reshape(len(h), self.heads, dims.head_dim)
@@ -111,15 +112,14 @@ class Drafter:
             kv = self._keys_values(layer, h, positions)
             pages = store.reshape(*store.shape[:2], *kv.shape[1:])
             o = ops.block_attention(
-                q, kv, pages, tables, lengths, layer.window, self.scale, self.span
+                q, kv, pages, rows.tables, rows.lengths, layer.window, self.scale, self.span
             )
             x = ops.add(x, ops.linear(o.reshape(len(h), -1), layer.o))
             h = ops.rms_norm(x, layer.post_norm, dims.rms_norm_eps)
             x = ops.add(x, ops.mlp(h, layer.mlp))
-        drafts = ops.index(np.flatnonzero(np.arange(len(x)) % n != 0))
+        drafts = ops.arange(len(x)).reshape(-1, n)[:, 1:].reshape(-1)  # all but the roots
         x = ops.rms_norm(ops.take_rows(x, drafts), self.norm, dims.rms_norm_eps)
-        logits = ops.head(x, self.target.head, self.target.dims.vocab_size)
-        return logits.reshape(len(roots), n - 1, -1)
+        return ops.head(x, self.target.head, self.target.dims.vocab_size)
 
     def _keys_values(self, layer: _Layer, h, positions):
         """[n, hidden] -> [n, 2, KV, d]: normed and rotated keys, then values."""

@@ -29,6 +29,7 @@ from drafter import Drafter
 from model import Batch, Forward, Model
 from reference import ReferenceOps
 from request import Result, Round, Sequence
+from rounds import Rounds
 from sampling import SamplingParams, StopRule
 from spec_decode import Speculator, Tree, Walk
 from tokenizer import Tokenizer
@@ -145,6 +146,7 @@ class Engine:
             draft_layers=draft_dims.num_hidden_layers if draft_dims else 0,
             draft_width=self.drafter.cache_width if draft_dims else 0,
         )
+        self.rounds = Rounds(self) if hasattr(self.ops, "capture") else None
 
     def use(self, mode: str, budget: int) -> None:
         """Decode with "ar", "chain" or "tree" from now on; nothing but the speed changes."""
@@ -155,6 +157,8 @@ class Engine:
 
     def step(self) -> list[Sequence]:
         """One round for all live sequences; returns those that emitted or ended."""
+        if self.rounds is not None and (got := self.recorded()) is not None:
+            return got
         chunks = self.schedule()
         trees = self.draft()
         if not trees and not chunks:
@@ -162,6 +166,24 @@ class Engine:
         step = self.verify(trees, chunks)
         accepted = self.accept(step)
         return self.commit(step, accepted)
+
+    def recorded(self) -> list[Sequence] | None:
+        """The step as a recorded round on the device (rounds.py), where only decoding is due."""
+        more = not (self.waiting and self.cache.free_slots)
+        idle = self.rounds.flight is None
+        if idle and not (more and self.running and self.rounds.fit(self.running)):
+            return None
+        got = self.rounds.step(self.running, self.mode, self.speculator.budget, more)
+        if got is None:
+            return None
+        for sequence, tokens, logits in got:
+            taken = sequence.emit(tokens, logits)
+            sequence.steps += 1
+            self.cache.lengths[sequence.slot] += taken
+            self.cache.remember(sequence.slot, sequence.tokens)
+            if sequence.finish_reason is not None:
+                self.retire(sequence)
+        return [sequence for sequence, _, _ in got]
 
     def schedule(self) -> list[tuple[Sequence, int]]:
         """Room for what runs, admission by arrival, prompt pieces: (sequence, rows of its piece).

@@ -25,7 +25,7 @@ import config
 import reference
 import sampling
 from config import UserError
-from reference import Int4Weight
+from reference import DraftRows, Int4Weight
 
 FILES = ("kernels.cu", "kernels_decode.cu")
 HERE = Path(__file__).resolve().parent
@@ -214,6 +214,24 @@ class CudaLauncher:
     def download(self, array) -> np.ndarray:
         return array.view(_bits(array.dtype)).get().view(array.dtype)
 
+    def fetch(self, arrays: tuple):
+        """See CudaOps.fetch: pinned memory, so that the copies run behind the host's back."""
+        xp, stream = self.xp, self.xp.cuda.get_current_stream()
+        hosts = []
+        for array in arrays:
+            memory = xp.cuda.alloc_pinned_memory(max(array.nbytes, 1))
+            host = np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
+            array.get(stream=stream, out=host, blocking=False)
+            hosts.append(host)
+        done = xp.cuda.Event()
+        done.record(stream)
+
+        def wait() -> tuple:
+            done.synchronize()
+            return tuple(hosts)
+
+        return wait
+
     def empty(self, shape, dtype):
         """From CuPy's pool: nothing is asked of the driver once a step has run."""
         try:
@@ -229,6 +247,7 @@ class CudaLauncher:
 
     def capture(self, run):
         """See CudaOps.capture."""
+        self.synchronize()  # what `run` reads may still be on its way on the current stream
         stream, pool = self.xp.cuda.Stream(non_blocking=True), self.xp.cuda.MemoryPool()
         with stream, self.xp.cuda.using_allocator(pool.malloc):
             run()  # compiles and fills the pool: neither is allowed, or wise, while capturing
@@ -281,6 +300,10 @@ class EmulatorLauncher:
 
     def download(self, array: np.ndarray) -> np.ndarray:
         return np.array(array)
+
+    def fetch(self, arrays: tuple):
+        hosts = tuple(np.array(array) for array in arrays)
+        return lambda: hosts
 
     def empty(self, shape, dtype) -> np.ndarray:
         return np.empty(shape, dtype)
@@ -398,22 +421,6 @@ class Penalties:
     values: object
     emitted: object
     min_tokens: object
-
-
-@dataclass(frozen=True)
-class DraftRows:
-    """The drafter's input for B blocks of n rows, int32 on the device.
-
-    token_ids, positions [B * n];  lengths [B] of context;  tables [B, pages]
-    owners, draft_positions [B * (n - 1)]  cache slot (-1: unused) and position of every draft
-    """
-
-    token_ids: object
-    positions: object
-    lengths: object
-    tables: object
-    owners: object
-    draft_positions: object
 
 
 @dataclass(frozen=True)
@@ -567,6 +574,14 @@ class CudaOps:
         self._modules.update(modules)
         self._functions = {k: f for k, f in self._functions.items() if k[0] not in changed}
         return changed
+
+    def refill(self, array, host: np.ndarray) -> None:
+        """Write a host array over a device array of the same shape and type."""
+        array[...] = self.launcher.upload(np.asarray(host, array.dtype))
+
+    def fetch(self, arrays: tuple) -> Callable[[], tuple]:
+        """Start copying arrays to the host; the result waits for them and gives them as NumPy."""
+        return self.launcher.fetch(arrays)
 
     def capture(self, run: Callable[[], tuple]) -> Captured:
         """Record what `run` launches, as a CUDA graph where there is a GPU.
@@ -1025,7 +1040,11 @@ class CudaOps:
     # -- the choice of tokens
 
     def requests(self, params):
-        """SamplingParams of n requests as the kernels read them, uint8 [n, 32]."""
+        """SamplingParams of n requests where and as the kernels read them, uint8 [n, 32]."""
+        return self.launcher.upload(self.pack_requests(params))
+
+    def pack_requests(self, params) -> np.ndarray:
+        """`requests` on the host."""
         packed = np.zeros(len(params), REQUEST)
         for row, asked in zip(packed, params, strict=True):
             if asked.greedy:
@@ -1038,7 +1057,7 @@ class CudaOps:
             row["top_p"] = max(1, int(math.ldexp(asked.top_p, 64))) if asked.top_p < 1 else 0
             row["min_mass"] = int(math.ldexp(asked.min_p, sampling.MASS_BITS))
             row["top_k"] = max(asked.top_k, 0)
-        return self.launcher.upload(packed.view(np.uint8).reshape(len(params), REQUEST.itemsize))
+        return packed.view(np.uint8).reshape(len(params), REQUEST.itemsize)
 
     def choose(self, logits, positions, params, paths=None):
         """The target's token for each row, to the bit that of `sampling.choose` -> int32 [T].

@@ -110,9 +110,9 @@ def test_f13_block_is_the_root_then_masks(tmp_path, monkeypatch):
         blocks.append(ids.copy())
         return embed(ids, *rest)
 
-    def watched_extend(taps, at, *rest):
-        extended.append(at.copy())
-        return take(taps, at, *rest)
+    def watched_extend(taps, placed, cache):
+        extended.append(placed.positions.copy())
+        return take(taps, placed, cache)
 
     monkeypatch.setattr(engine.ops, "embed", watched_embed)
     monkeypatch.setattr(engine.drafter, "extend", watched_extend)

@@ -1,0 +1,89 @@
+"""Recorded rounds against the engine's own steps: the same ids and the same logit bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import engine
+import ops
+from sampling import SamplingParams
+from tests import toy
+from tests.conftest import launcher
+
+pytestmark = pytest.mark.parametrize(
+    "device", ("emulate", pytest.param("cuda", marks=pytest.mark.gpu)), indirect=True
+)
+GREEDY = SamplingParams(max_tokens=9, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, seed=3, top_p=0.9, max_tokens=7, ignore_eos=True)
+PENALISED = SamplingParams(
+    max_tokens=8, frequency_penalty=0.7, repetition_penalty=1.3, logit_bias={5: 2.0}, min_tokens=3
+)
+REQUESTS = [(list(range(5, 33)), SAMPLED), ([7, 7, 7], GREEDY), (list(range(40, 57)), PENALISED)]
+
+
+def make(tmp_path, monkeypatch, device, activation="float32", recorded=True, **settings):
+    kernels = ops.CudaOps(activation, launcher=launcher(device), poison=True)
+    monkeypatch.setattr(engine, "make_ops", lambda *_: kernels)
+    directory = tmp_path / "toy"
+    if not directory.exists():
+        toy.write_checkpoint(directory, drafter={})
+    made = toy.engine_of(directory, drafter=True, activation=activation, **settings)
+    if not recorded:
+        made.rounds = None
+    return made
+
+
+def decode(made, requests):
+    """Results of all requests, submitted together."""
+    waiting = [made.submit(p, params, keep_logits=True) for p, params in requests]
+    for sequence in waiting:
+        while sequence.finish_reason is None:
+            made.advance(sequence)
+    return [sequence.result() for sequence in waiting]
+
+
+def assert_same(results, expected) -> None:
+    for a, b in zip(results, expected, strict=True):
+        assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+        assert np.array_equal(a.logits.view(np.int32), b.logits.view(np.int32))
+
+
+@pytest.mark.parametrize("activation", ("float32", "bfloat16"))
+def test_rounds_give_the_bits_of_plain_steps(device, activation, tmp_path, monkeypatch) -> None:
+    """Every mode, alone and together, joins included: three requests in two places."""
+    plain = make(tmp_path, monkeypatch, device, activation, recorded=False)
+    plain.use("ar", 1)
+    expected = [decode(plain, [request])[0] for request in REQUESTS]
+    made = make(tmp_path, monkeypatch, device, activation, batch=2)
+    launched = []
+    launch = made.rounds.launch
+    monkeypatch.setattr(made.rounds, "launch", lambda *a: launched.append(a) or launch(*a))
+    for mode, budget in (("ar", 1), ("chain", 1), ("tree", 6)):
+        made.use(mode, budget)
+        assert_same(decode(made, REQUESTS), expected)
+    assert {mode for mode, _ in launched} == {"ar", "chain", "tree"}
+    assert len(made.cache.free_slots) == 2
+
+
+def test_a_sequence_ends_and_others_go_on(device, tmp_path, monkeypatch) -> None:
+    """Rounds in flight are dropped for a request that was cancelled or has ended."""
+    plain = make(tmp_path, monkeypatch, device, recorded=False)
+    expected = decode(plain, REQUESTS[1:2])
+    made = make(tmp_path, monkeypatch, device, batch=2)
+    gone = made.submit(*REQUESTS[0])
+    stays = made.submit(*REQUESTS[1], keep_logits=True)
+    while stays.n_emitted < 3:
+        made.advance(stays)
+    made.cancel(gone)
+    while stays.finish_reason is None:
+        made.advance(stays)
+    assert_same([stays.result()], expected)
+
+
+def test_short_pages_fall_back_to_plain_steps(device, tmp_path, monkeypatch) -> None:
+    """Two rounds ahead do not fit into the last pages; the text is the same."""
+    plain = make(tmp_path, monkeypatch, device, recorded=False)
+    expected = decode(plain, REQUESTS[:2])
+    made = make(tmp_path, monkeypatch, device, batch=2, pages=4)
+    assert_same(decode(made, REQUESTS[:2]), expected)
