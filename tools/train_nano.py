@@ -10,7 +10,7 @@ for tools/export_nano.py) and `results.json`.
     python tools/train_nano.py --data build/nano --out build/nano/run --seconds 510
     python tools/export_nano.py --data build/nano --run build/nano/run --out models/nano
 
-`--toy` runs all of it in a minute on a CPU, with shapes too small to learn anything.
+`--toy` runs all of it in minutes on a CPU, with shapes too small to learn anything.
 """
 
 from __future__ import annotations
