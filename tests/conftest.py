@@ -12,6 +12,7 @@ import platform
 import time
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -20,6 +21,10 @@ import ops
 import reference
 from config import UserError
 
+if TYPE_CHECKING:
+    from tests.op_cases import Backend
+
+pytest.register_assert_rewrite("tests.op_cases")  # before anybody imports it
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = ("cpu", "emulate", pytest.param("cuda", marks=pytest.mark.gpu))
 _counts = {"passed": 0, "failed": 0}
@@ -46,24 +51,10 @@ def _operations(device: str, activation: str):
     return ops.CudaOps(activation, launcher=launcher(device), poison=True)
 
 
-class Device:
-    """One backend as the op tests use it: NumPy in, NumPy out."""
+def backend_of(device: str, activation: str) -> Backend:
+    from tests.op_cases import Backend
 
-    def __init__(self, name: str, activation: str):
-        self.name, self.activation = name, activation
-        self.ops = _operations(name, activation)
-
-    def send(self, array: np.ndarray, fp32: bool = False):
-        """Floats as activations (of values exact in the type) or as fp32; ints as int32."""
-        if self.name == "cpu":
-            return np.ascontiguousarray(array)
-        if array.dtype.kind in "iu":
-            return self.ops.index(array)
-        kind = np.float32 if fp32 else self.ops.act
-        return self.ops.launcher.upload(array.astype(kind))
-
-    def get(self, array) -> np.ndarray:
-        return np.asarray(array) if self.name == "cpu" else self.ops.download(array)
+    return Backend(_operations(device, activation))
 
 
 @pytest.fixture(params=DEVICES)
@@ -75,8 +66,8 @@ def device(request) -> str:
 
 
 @pytest.fixture(params=("float32", "bfloat16"))
-def backend(device, request) -> Device:
-    return Device(device, request.param)
+def backend(device, request) -> Backend:
+    return backend_of(device, request.param)
 
 
 def pytest_runtest_logreport(report) -> None:
