@@ -91,10 +91,11 @@ def speed(arguments) -> list[dict]:
     On the CPU also plain decoding without the row tile: one-row products, faster for a single row,
     but a row's bits then depend on the batch, so the engine itself never runs that way.
     """
-    engine = Engine(config.load(arguments.config), arguments.device)
+    engine = exact_engine = Engine(config.load(arguments.config), arguments.device)
     modes = [Mode("ar", "ar")]
     if engine.ops.name == "cpu":
         modes.insert(0, Mode("ar without row tiles", "ar", row_tile=1))
+        untiled = Engine(config.load(arguments.config), "cpu")  # its pages hold other bits
     if engine.drafter is not None:
         modes.append(Mode("chain", "chain"))
         modes += [Mode(f"tree, {n} nodes", "tree", n) for n in arguments.budgets]
@@ -103,6 +104,7 @@ def speed(arguments) -> list[dict]:
     bits: dict[str, Result] = {}
     turns = [(turn, m) for turn in range(arguments.repeats + 1) for m in modes]
     for turn, m in progress(turns, "speed"):
+        engine = exact_engine if m.row_tile == reference.ROW_TILE else untiled
         engine.use(m.mode, m.budget)
         reference.ROW_TILE, tile = m.row_tile, reference.ROW_TILE
         try:

@@ -1,0 +1,117 @@
+"""On a GPU: the miniature and the bundles, every budget, batch and context, bit by bit; bfloat16.
+
+The op tests run on every device (test_ops.py); this is what only a card is fast enough for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import config
+from config import UserError
+from engine import Engine
+from sampling import SamplingParams
+from tests import toy
+from tests.conftest import launcher
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).resolve().parent.parent
+GOLDENS = ROOT / "tests" / "goldens"
+NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/golden.npz"))
+LENGTHS = (5, 62, 63, 64, 65, 127, 130, 500)  # decoding crosses the ends of 64-position leaves
+ACTIVATIONS = ("float32", "bfloat16")
+
+
+@pytest.fixture(scope="module", params=ACTIVATIONS)
+def nano(request) -> Engine:
+    if isinstance(reason := launcher("cuda"), str):
+        pytest.skip(reason)
+    settings = config.load("nano.yaml")
+    kernels = dataclasses.replace(settings.kernels, activation=request.param)
+    return Engine(dataclasses.replace(settings, kernels=kernels), "cuda")
+
+
+@pytest.fixture(scope="module")
+def prompts(nano) -> list[list[int]]:
+    lines = (ROOT / "tests" / "data" / "heldout_prompts.jsonl").read_text().splitlines()
+    text = "".join(json.loads(line)["text"] for line in lines[:40])
+    ids = nano.encode(text)
+    return [ids[i * 600 : i * 600 + n] for i, n in enumerate(LENGTHS)]
+
+
+def asked(temperature: float) -> SamplingParams:
+    return SamplingParams(temperature=temperature, seed=11, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def alone(nano, prompts) -> dict:
+    """Plain decoding of every prompt by itself, in the engine's own steps."""
+    rounds, nano.rounds = nano.rounds, None
+    nano.use("ar", 1)
+    answers = {
+        (i, t): nano.generate([p], asked(t), keep_logits=True)[0]
+        for i, p in enumerate(prompts)
+        for t in (0.0, 0.9)
+    }
+    nano.rounds = rounds
+    return answers
+
+
+@pytest.mark.parametrize("temperature", (0.0, 0.9))
+@pytest.mark.parametrize("batch", (1, 3, 8))
+@pytest.mark.parametrize("budget", (1, 2, 7, 8, 16, 33, 64))
+def test_trees_give_the_bits_of_plain_decoding(
+    nano, prompts, alone, budget, batch, temperature
+) -> None:
+    nano.use("tree", budget)
+    for first in range(0, len(prompts), batch):
+        some = prompts[first : first + batch]
+        for i, result in enumerate(nano.generate(some, asked(temperature), keep_logits=True)):
+            toy.assert_same_results([result], [alone[first + i, temperature]])
+
+
+@pytest.mark.parametrize("mode", ("ar", "chain"))
+def test_other_modes_and_plain_steps(nano, prompts, alone, mode) -> None:
+    recorded = nano.rounds
+    for nano.rounds in (recorded, None):
+        nano.use(mode, 1)
+        results = nano.generate(prompts, asked(0.9), keep_logits=True)
+        toy.assert_same_results(results, [alone[i, 0.9] for i in range(len(prompts))])
+    nano.rounds = recorded
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_parts_from_the_golden_only_where_it_is_undecided(name) -> None:
+    """bf16 rounds about 10 values a layer to 2^-9 relative, errors of random sign; a token may then
+    differ from the fp32 golden only where the golden's two best logits are closer than that makes
+    them. After the first difference the texts are different ones, so each is compared up to it."""
+    if isinstance(reason := launcher("cuda"), str):
+        pytest.skip(reason)
+    golden = np.load(GOLDENS / name / "golden.npz")
+    settings = config.load("golden.yaml", model_path=GOLDENS / name, context=64, batch=8)
+    kernels = dataclasses.replace(settings.kernels, activation="bfloat16")
+    try:
+        engine = Engine(dataclasses.replace(settings, kernels=kernels), "cuda")
+    except UserError as error:
+        pytest.fail(str(error))
+    bounds = np.cumsum(golden["prompt_lengths"])[:-1]
+    prompts = [p.tolist() for p in np.split(golden["prompt_ids"], bounds)]
+    params = SamplingParams(max_tokens=golden["token_ids"].shape[1], ignore_eos=True)
+    results = engine.generate(prompts, params, keep_logits=True)
+    error = 4 * 2.0**-9 * math.sqrt(10 * engine.dims.num_hidden_layers + 2)
+    differing = 0
+    for i, result in enumerate(results):
+        ids = golden["token_ids"][i]
+        same = int(np.argmin(np.append(ids == np.array(result.token_ids), False)))
+        largest = np.abs(golden["logits"][i]).max()
+        assert np.abs(result.logits[:same] - golden["logits"][i][:same]).max() <= error * largest
+        if same < len(ids):
+            differing += 1
+            assert golden["top2_gap"][i][same] <= 2 * error * largest
+    print(f"{name}: {differing} of {len(results)} bf16 texts part from the fp32 golden")
