@@ -203,6 +203,12 @@ class LatentCache:
         self.roll_back(slot, 0)
         self.free_slots.append(slot)
 
+    def forget_idle(self) -> None:
+        """Give up all known pages in nobody's use: the next prompt is computed, not found."""
+        while idle := [k for k in self._known.values() if k.users == 0 and not k.children]:
+            for node in idle:
+                self._forget(node)
+
     def _hide(self, node: _Known) -> None:
         if node.parent.children.get(node.tokens) is node:
             del node.parent.children[node.tokens]
