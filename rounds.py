@@ -10,6 +10,7 @@ filler (R1).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,10 +18,12 @@ from typing import NamedTuple
 import numpy as np
 
 from cache import CacheFull, Placed
+from config import UserError
 from model import Batch
 from request import Sequence
 from sampling import SamplingParams
 
+log = logging.getLogger("kdtree")
 MOST_STOPS = 16  # stop ids of a request that min_tokens can hide on the device
 
 
@@ -47,7 +50,7 @@ class _State:
 class _Flight:
     """A round that was launched and not read: who stands where, and what it will leave behind."""
 
-    places: list[Sequence | None]
+    places: list[Sequence]
     read: Callable[[], tuple]
 
 
@@ -82,14 +85,15 @@ class Rounds:
         self.nothing = ops.index(np.zeros(shape, np.int32)), ops.upload(np.zeros(shape, np.float32))
         self.graphs: dict[tuple, object] = {}
         self.tables_sent: np.ndarray | None = None
-        self.places: list[Sequence | None] = []
+        self.places: list[Sequence] = []
         self.flight: _Flight | None = None
+        self.failed = False  # recording was tried and did not work
 
     # -- the host's side
 
     def fit(self, running: list[Sequence]) -> bool:
         """Whether all of these can go on in rounds: no prompt is left to take in."""
-        return all(
+        return not self.failed and all(
             s.n_emitted
             and int(self.cache.lengths[s.slot]) == s.to_prefill
             and not s.keep_rounds
@@ -153,7 +157,14 @@ class Rounds:
         self.send_tables()
         key = (mode, budget, len(self.places), self.penalised)
         if key not in self.graphs:
-            self.graphs[key] = self.ops.capture(lambda: self.round(*key))
+            try:
+                self.graphs[key] = self.ops.capture(lambda: self.round(*key))
+            except UserError:
+                raise
+            except Exception as error:  # whatever the driver has against it: plain steps still run
+                log.warning("rounds are not recorded, plain steps go on: %s", error)
+                self.failed = True
+                return False
             self.enter(self.places)  # recording ran the round once
             self.send_tables()
         self.graphs[key].replay()

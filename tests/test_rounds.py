@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -87,3 +89,40 @@ def test_short_pages_fall_back_to_plain_steps(device, tmp_path, monkeypatch) -> 
     expected = decode(plain, REQUESTS[:2])
     made = make(tmp_path, monkeypatch, device, batch=2, pages=4)
     assert_same(decode(made, REQUESTS[:2]), expected)
+
+
+def test_i4_recording_that_fails_is_said_and_plain_steps_go_on(
+    device, tmp_path, monkeypatch, caplog
+) -> None:
+    plain = make(tmp_path, monkeypatch, device, recorded=False)
+    expected = decode(plain, REQUESTS)
+    made = make(tmp_path, monkeypatch, device)
+
+    def refuse(run):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(made.ops, "capture", refuse)
+    assert_same(decode(made, REQUESTS), expected)
+    assert "not permitted" in caplog.text and not made.rounds.graphs
+
+
+def test_i4_recording_while_another_thread_waits_on_the_device(
+    device, tmp_path, monkeypatch
+) -> None:
+    """The very first decode step is recorded, without warm-up, beside a thread that synchronises."""
+    plain = make(tmp_path, monkeypatch, device, recorded=False)
+    expected = decode(plain, REQUESTS)
+    made = make(tmp_path, monkeypatch, device)
+    stop = threading.Event()
+
+    def wait() -> None:
+        while not stop.is_set():
+            made.ops.launcher.synchronize()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        assert_same(decode(made, REQUESTS), expected)
+    finally:
+        stop.set()
+        thread.join()
