@@ -109,7 +109,7 @@ def test_i4_recording_that_fails_is_said_and_plain_steps_go_on(
 def test_i4_recording_while_another_thread_waits_on_the_device(
     device, tmp_path, monkeypatch
 ) -> None:
-    """The very first decode step is recorded, without warm-up, beside a thread that synchronises."""
+    """The very first decode step is recorded, without warm-up, beside a waiting thread."""
     plain = make(tmp_path, monkeypatch, device, recorded=False)
     expected = decode(plain, REQUESTS)
     made = make(tmp_path, monkeypatch, device)
