@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import config
 import pictures
-from config import UserError
+from config import DeviceFault, UserError
 from engine import MODES, Engine, default_params
 from request import Result, Sequence, parse_line, read_controls
 from sampling import SamplingParams
@@ -65,6 +65,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--model", metavar="DIR", help="checkpoint directory, instead of the config's model.path")
     add("--tp", type=int, metavar="N", help="tensor-parallel ranks, instead of tp.size")
     add("--device", choices=("auto", "cuda", "cpu", "emulate"), default="auto")
+    add(
+        "--debug-kernels",
+        action="store_true",
+        help="with cuda or emulate: wait after every kernel, so that one that fails is named",
+    )
     add("--mode", choices=MODES, help="plain decoding, a draft chain, or a draft tree")
     add("--budget", type=int, metavar="N", help="nodes of a tree, root included")
     add("--context", type=int, metavar="N", help="positions, prompt included")
@@ -121,7 +126,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; the exit code is 0, 1 (a request failed) or 2 (a user's mistake)."""
+    """Run the command line; the exit code is 0, 1 (a request failed), 2 (a user's mistake) or
+    3 (a kernel failed)."""
     arguments = parse_arguments(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stderr, level=logging.INFO)
     try:
@@ -129,6 +135,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except DeviceFault as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return config.DEVICE_FAULT
     except BrokenPipeError:  # the reader of our output has gone
         sys.stderr.close()
         return 141
@@ -148,7 +157,7 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = {name: getattr(arguments, name) for name in OVERRIDES}
     settings = config.load(arguments.config, model_path=arguments.model, **overrides)
     params = asked_params(arguments, settings)
-    engine = Engine(settings, arguments.device, load=False)
+    engine = Engine(settings, arguments.device, load=False, debug_kernels=arguments.debug_kernels)
     params.validate(engine.dims.vocab_size)
     file = arguments.prompts or arguments.score
     asking = not file and arguments.prompt is None and sys.stdin.isatty()

@@ -23,8 +23,15 @@ import yaml
 CONFIGS = Path(__file__).resolve().parent / "configs"
 
 
+DEVICE_FAULT = 3  # exit code
+
+
 class UserError(ValueError):
     """A mistake of the user's: printed as one line, exit code 2."""
+
+
+class DeviceFault(RuntimeError):
+    """A kernel failed: printed as one line, exit code 3. What is on that device is lost."""
 
 
 # ---------------------------------------- reading one value

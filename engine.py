@@ -79,8 +79,18 @@ class Engine:
     called from any thread; whoever waits for text drives the steps.
     """
 
-    def __init__(self, settings: config.Config, device: str = "auto", *, load: bool = True):
-        """Read and check everything but the weights; then `load` them, unless told not to yet."""
+    def __init__(
+        self,
+        settings: config.Config,
+        device: str = "auto",
+        *,
+        load: bool = True,
+        debug_kernels: bool = False,
+    ):
+        """Read and check everything but the weights; then `load` them, unless told not to yet.
+
+        debug_kernels  wait after every kernel, so that one that fails is named
+        """
         checkpoint = loader.open_checkpoint(settings.model.path)
         self.dims = config.parse_model(
             checkpoint.config_json,
@@ -112,13 +122,15 @@ class Engine:
         self.running: list[Sequence] = []  # by arrival
         self.arrivals = 0
         self.lock = threading.Lock()
-        self.ops = make_ops(device, settings, self.dims)
+        self.ops = make_ops(device, settings, self.dims, debug_kernels)
         if load:
             self.load()
 
     def load(self, progress: bool = False) -> None:
         """Weights to the device, and an empty cache. What can be wrong with the files was said."""
         decode, draft_dims = self.settings.decode, self.draft_dims
+        if hasattr(self.ops, "scratch_bytes"):
+            self.check_memory()
         self.model = Model(
             self.dims,
             loader.load_target(self.plan, progress=progress),
@@ -146,7 +158,36 @@ class Engine:
             draft_layers=draft_dims.num_hidden_layers if draft_dims else 0,
             draft_width=self.drafter.cache_width if draft_dims else 0,
         )
-        self.rounds = Rounds(self) if hasattr(self.ops, "capture") else None
+        recorded = hasattr(self.ops, "capture") and not self.ops.debug
+        self.rounds = Rounds(self) if recorded else None
+
+    def check_memory(self) -> None:
+        """Raise UserError where weights, cache and scratch are known not to fit on the device."""
+        decode, draft, ops = self.settings.decode, self.draft_dims, self.ops
+        width = self.dims.kv_lora_rank + self.dims.qk_rope_head_dim
+        entry = self.dims.num_hidden_layers * width
+        if draft is not None:
+            entry += draft.num_hidden_layers * 2 * draft.num_key_value_heads * draft.head_dim
+        nodes = decode.batch * self.settings.draft.budget
+        rows, reach = max(decode.prefill_chunk, nodes), decode.context - 1
+        plans = [self.plan, self.draft_plan] if self.draft_plan else [self.plan]
+        need = {
+            "weights": sum(plan.bytes for plan in plans),
+            "cache": self.n_pages * decode.leaf * entry * ops.act.itemsize,
+            "scratch": ops.scratch_bytes(self.dims, rows, nodes, reach, decode.leaf, decode.span),
+        }
+        free = ops.launcher.free_bytes()
+        if sum(need.values()) > free:
+            parts = ", ".join(f"{what} {n / 2**30:.2f} GiB" for what, n in need.items())
+            lower = {
+                "weights": "use more ranks (tp.size)",
+                "cache": "lower decode.context, decode.batch or decode.pages",
+                "scratch": "lower decode.context, decode.prefill_chunk or draft.budget",
+            }[max(need, key=need.get)]
+            raise UserError(
+                f"{ops.launcher.limits.name}: {free / 2**30:.2f} GiB of memory are free, "
+                f"{sum(need.values()) / 2**30:.2f} are needed ({parts}); {lower}"
+            )
 
     def use(self, mode: str, budget: int) -> None:
         """Decode with "ar", "chain" or "tree" from now on; nothing but the speed changes."""
@@ -156,7 +197,16 @@ class Engine:
     # -- the step loop
 
     def step(self) -> list[Sequence]:
-        """One round for all live sequences; returns those that emitted or ended."""
+        """One round for all live sequences; returns those that emitted or ended.
+
+        Raises DeviceFault where a kernel fails: the engine cannot be used after it.
+        """
+        try:
+            return self.round()
+        except self.ops.faults as error:
+            raise self.ops.fault(error, "this step") from error
+
+    def round(self) -> list[Sequence]:
         if self.rounds is not None and (got := self.recorded()) is not None:
             return got
         chunks = self.schedule()
@@ -494,9 +544,9 @@ def default_params(settings: config.Config) -> SamplingParams:
     )
 
 
-def make_ops(device: str, settings: config.Config, dims: config.Model):
+def make_ops(device: str, settings: config.Config, dims: config.Model, debug: bool = False):
     """The operations of "cpu", "cuda", "emulate" (the kernels as host code), or "auto": a GPU where
-    there is one, else the CPU, said in one line."""
+    there is one, else the CPU, said in one line. debug: see ops.CudaOps."""
     activation = settings.kernels.activation
     if device != "cpu":
         import ops  # owns CuPy: nothing else may need it
@@ -504,11 +554,12 @@ def make_ops(device: str, settings: config.Config, dims: config.Model):
         try:
             emulated = device == "emulate"
             launcher = ops.EmulatorLauncher() if emulated else ops.CudaLauncher()
-            return ops.CudaOps(activation, launcher=launcher)
+            return ops.CudaOps(activation, launcher=launcher, debug=debug)
         except UserError as error:
             if device != "auto":
                 raise
-            print(f"no GPU, so the CPU decodes ({error})", file=sys.stderr)
+            reason = str(error).removeprefix("--device cuda: ").partition(";")[0]
+            print(f"[decoding on the CPU: {reason}]", file=sys.stderr)
     # INT4 experts unpacked to fp32 once, where that leaves half of the free memory.
     moe_layers = sum(layer.kind == "moe" for layer in dims.layers)
     expert = 3 * dims.moe_intermediate_size * dims.hidden_size * 4
@@ -525,4 +576,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    if code == config.DEVICE_FAULT:
+        os._exit(code)  # nothing of a GPU that has failed can be freed, and trying prints errors
+    sys.exit(code)

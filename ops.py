@@ -13,6 +13,7 @@ compile cache needs no other key.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import numpy as np
 import config
 import reference
 import sampling
-from config import UserError
+from config import DeviceFault, UserError
 from reference import DraftRows, Int4Weight
 
 FILES = ("kernels.cu", "kernels_decode.cu")
@@ -171,14 +172,15 @@ class CudaLauncher:
         try:
             count = cupy.cuda.runtime.getDeviceCount()
         except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise UserError(
-                f"--device cuda: the NVIDIA driver cannot be used: {error}; update the driver or "
-                "use --device cpu"
-            ) from None
+            raise UserError(f"--device cuda: {self._no_driver(cupy, error)}") from None
         if not count:
             raise UserError("--device cuda: no NVIDIA GPU was found; use --device cpu")
         self.xp = cupy
         self.array_type = cupy.ndarray
+        self.faults = (
+            cupy.cuda.runtime.CUDARuntimeError,
+            cupy.cuda.driver.CUDADriverError,
+        )
         device = cupy.cuda.Device()
         properties = cupy.cuda.runtime.getDeviceProperties(device.id)
         self.limits = Limits(
@@ -187,6 +189,26 @@ class CudaLauncher:
             shared_bytes=int(device.attributes["MaxSharedMemoryPerBlockOptin"]),
             processors=int(device.attributes["MultiProcessorCount"]),
         )
+
+    @staticmethod
+    def _no_driver(cupy, error: Exception) -> str:
+        """Why the GPUs cannot be counted, and what to do."""
+        driver, ours = (
+            f"{version // 1000}.{version % 1000 // 10}"
+            for version in (
+                cupy.cuda.runtime.driverGetVersion(),
+                cupy.cuda.runtime.runtimeGetVersion(),
+            )
+        )
+        if driver == "0.0":
+            return "no NVIDIA GPU was found (there is no driver); use --device cpu"
+        if float(driver) < float(ours):
+            return (
+                f"the NVIDIA driver is too old: it runs CUDA {driver}, this CuPy needs {ours}; "
+                "update the driver, install a CuPy for its version (cupy-cuda12x) or use "
+                "--device cpu"
+            )
+        return f"the NVIDIA driver cannot be used: {error}; use --device cpu"
 
     def compile(self, source: str, options: tuple[str, ...], name: str):
         """An object with get_function(kernel)."""
@@ -263,6 +285,9 @@ class CudaLauncher:
     def address(self, array) -> int:
         return array.data.ptr
 
+    def free_bytes(self) -> int:
+        return self.xp.cuda.runtime.memGetInfo()[0]
+
     def synchronize(self) -> None:
         self.xp.cuda.get_current_stream().synchronize()
 
@@ -281,6 +306,7 @@ class EmulatorLauncher:
         from tests.emulator import emulator  # host compiler needed: only when asked for
 
         self.emulator, self.checked = emulator, checked
+        self.faults = (emulator.EmulatorError,)
         self.limits = Limits("host", "emulator", shared_bytes=101_376, processors=1)
 
     def compile(self, source: str, options: tuple[str, ...], name: str):
@@ -321,8 +347,24 @@ class EmulatorLauncher:
     def address(self, array: np.ndarray) -> int:
         return array.ctypes.data
 
+    def free_bytes(self) -> int:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
     def synchronize(self) -> None:
         pass
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as it went to the device; `function` is the kernel that ran."""
+
+    section: str
+    kernel: str
+    grid: tuple[int, int, int]
+    args: tuple
+    shared_bytes: int
+    defines: Defines
+    function: object
 
 
 @dataclass(frozen=True)
@@ -472,7 +514,8 @@ class CudaOps:
     comm        joins the leaf sums of several ranks (parallel.Comm); None for one rank
     launcher    CudaLauncher or EmulatorLauncher
     poison      new buffers are filled with NaN: what a kernel forgot to write then shows
-    debug       waits after every launch, so that a fault names its operation
+    debug       waits after every launch, so that a fault names its operation; nothing is recorded
+    listener    called with every Launch, after it
     directory   of the kernel files
     """
 
@@ -495,6 +538,7 @@ class CudaOps:
         self._functions: dict[tuple, object] = {}
         self._modules: dict[tuple, object] = {}
         self._counted: dict[int, object] = {}
+        self.listener: Callable[[Launch], None] | None = None
 
     # -- compile and launch
 
@@ -529,14 +573,35 @@ class CudaOps:
                 f"has {limits.shared_bytes}; use a smaller decode.leaf"
             )
         function = self._function(section, kernel, defines, shared_bytes)
-        self.launcher.launch(
-            function, grid, (THREADS, 1, 1), tuple(_scalar(kernel, a) for a in args), shared_bytes
-        )
-        if self.debug:
-            try:
+        cast = tuple(_scalar(kernel, a) for a in args)
+        try:
+            self.launcher.launch(function, grid, (THREADS, 1, 1), cast, shared_bytes)
+            if self.debug:
                 self.launcher.synchronize()
-            except Exception as error:
-                raise RuntimeError(f"{kernel} with grid {grid} failed: {error}") from error
+        except self.launcher.faults as error:
+            raise self.fault(error, f"{kernel} with a grid of {grid}") from error
+        if self.listener is not None:
+            self.listener(Launch(section, kernel, grid, cast, shared_bytes, defines, function))
+
+    @property
+    def faults(self) -> tuple[type[Exception], ...]:
+        """What the launcher raises when a kernel has failed, at once or at a later call."""
+        return self.launcher.faults
+
+    def fault(self, error: Exception, where: str) -> DeviceFault:
+        """What to say of one of `faults` seen at `where`; a GPU is behind what the host asks."""
+        if self.debug or self.name == "emulate":
+            return DeviceFault(f"{where} failed: {error}")
+        return DeviceFault(f"{where}, or a kernel before: {error}; --debug-kernels names it")
+
+    def relaunch(self, launch: Launch, function=None) -> None:
+        """Launch again what was launched, with the kernel as it is now, or with `function`."""
+        if function is None:
+            function = self._function(
+                launch.section, launch.kernel, launch.defines, launch.shared_bytes
+            )
+        block = (THREADS, 1, 1)
+        self.launcher.launch(function, launch.grid, block, launch.args, launch.shared_bytes)
 
     def check_fit(
         self, model: config.Model, drafter: config.Drafter | None, leaf: int, budget: int
@@ -552,6 +617,21 @@ class CudaOps:
                     f"{kernel}: needs {need} bytes of shared memory for this model, a block on "
                     f"{self.launcher.limits.name} has {most}; lower {setting}"
                 )
+
+    def scratch_bytes(
+        self, model: config.Model, rows: int, logits: int, reach: int, leaf: int, span: int
+    ) -> int:
+        """About what the arrays of one forward take: `rows` rows at up to `reach` positions, of
+        which `logits` choose a token. Blocks of one size are kept for the next forward, so all
+        count."""
+        a, heads = self.act.itemsize, model.num_attention_heads
+        latent, spans = model.kv_lora_rank, reach // (leaf * span) + 1
+        attention = heads * (spans * (latent + 2) * 4 + (2 * latent + model.qk_rope_head_dim) * a)
+        experts = model.num_experts_per_tok * model.moe_intermediate_size * a
+        dense = model.intermediate_size * a + model.hidden_size * (4 * a + 4 * 10)  # 8 leaves, sums
+        entries = model.num_hidden_layers * (latent + model.qk_rope_head_dim) * a
+        scores = model.vocab_size * (4 + 4 + 4 + 8)  # logits, penalised, with noise, masses
+        return rows * (attention + experts + dense + entries + 4 * rows) + logits * scores
 
     def reload(self) -> list[str]:
         """Read the sources again; returns the changed sections. Nothing changes on an error."""

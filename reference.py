@@ -436,6 +436,7 @@ class ReferenceOps:
     """
 
     name = "cpu"
+    faults = ()  # a device's operations list here what they raise when a kernel has failed
     plan_attention = staticmethod(plan_attention)
 
     def __init__(self, activation: str = "float32", comm=None, unpack: bool = True):
