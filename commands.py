@@ -26,6 +26,8 @@ from engine import MODES, Engine, default_params
 from request import Result, Sequence, parse_line, read_controls
 from sampling import SamplingParams
 
+GOLDEN_PROMPT = "def fibonacci(n):"  # of --watch and --check, where no other is given
+LOOK_SECONDS = 0.05  # between two looks at the kernel files
 OVERRIDES = (
     "tp",
     "mode",
@@ -92,6 +94,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--instant", action="store_true", help="with --chat: answer without thinking")
     add("--system", metavar="TEXT", help="with --chat: the system prompt")
     add("--score", metavar="FILE", help="perplexity and bits per byte of a text")
+    add(
+        "--watch",
+        action="store_true",
+        help="when a kernel file is saved: compile it, run its op tests, decode --prompt, time it",
+    )
+    add("--check", action="store_true", help="the same once; exits with 1 where a result differs")
     add("--compare", action="store_true", help="run ar, chain and tree in turns: a Markdown table")
     add("--repeats", type=int, default=5, metavar="N", help="of --compare (%(default)s)")
 
@@ -160,6 +168,8 @@ def run(arguments: argparse.Namespace) -> int:
     engine = Engine(settings, arguments.device, load=False, debug_kernels=arguments.debug_kernels)
     params.validate(engine.dims.vocab_size)
     file = arguments.prompts or arguments.score
+    if (arguments.watch or arguments.check) and arguments.prompt is None:
+        arguments.prompt = GOLDEN_PROMPT
     asking = not file and arguments.prompt is None and sys.stdin.isatty()
     if not file and not asking:
         prompt = read_prompt(arguments.prompt)
@@ -168,6 +178,8 @@ def run(arguments: argparse.Namespace) -> int:
             prompt = engine.encode_chat(turn, thinking=not arguments.instant)
         engine.check(prompt, params)
     engine.load(progress=sys.stderr.isatty())
+    if arguments.watch or arguments.check:
+        return watch_kernels(engine, prompt, arguments)
     if arguments.prompts:
         return many(engine, Path(file), params)
     if arguments.score:
@@ -201,7 +213,7 @@ def read_file(flag: str, file: Path) -> str:
 def check(arguments: argparse.Namespace) -> None:
     """Refuse what cannot work before anything is loaded."""
     unused = [f"--{n}" for n in ("json", "logits", "trace") if getattr(arguments, n)]
-    for name in ("prompts", "score", "compare"):
+    for name in ("prompts", "score", "watch", "check", "compare"):
         if unused and getattr(arguments, name):
             raise UserError(f"{unused[0]}: does not go with --{name}")
     for name in ("system", "instant"):
@@ -209,7 +221,7 @@ def check(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name}: goes with --chat only")
     if arguments.repeats < 1:
         raise UserError(f"--repeats: expected at least 1, got {arguments.repeats}")
-    commands = ("prompts", "score", "compare", "chat")
+    commands = ("prompts", "score", "watch", "check", "compare", "chat")
     given = [f"--{name}" for name in commands if getattr(arguments, name)]
     if len(given) > 1 and given != ["--compare", "--chat"]:
         raise UserError(f"{' and '.join(given)}: expected one of them")
@@ -434,6 +446,24 @@ def print_json(value: dict) -> None:
     """One line of JSON. A lone surrogate, which UTF-8 cannot hold, stays the escape it came as."""
     line = json.dumps(value, ensure_ascii=False)
     print(line.encode("utf-8", errors="backslashreplace").decode(), flush=True)
+
+
+# ---- kernels that are being edited -------------------------------------------------------------
+
+
+def watch_kernels(engine: Engine, prompt, arguments: argparse.Namespace) -> int:
+    """Check every kernel; with --watch go on and check what is saved, until an interrupt."""
+    from watch import Watch  # owns CuPy: nothing else may need it
+
+    watch = Watch(engine, prompt, arguments.max_tokens)
+    right = watch.begin()
+    if arguments.check:
+        return 0 if right else 1
+    files = ", ".join(watch.stamps)
+    print(f"watching {files}; Ctrl-C ends", flush=True)
+    while True:
+        watch.look()
+        time.sleep(LOOK_SECONDS)
 
 
 # ---- measures of a text and of the modes -------------------------------------------------------

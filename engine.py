@@ -129,7 +129,8 @@ class Engine:
     def load(self, progress: bool = False) -> None:
         """Weights to the device, and an empty cache. What can be wrong with the files was said."""
         decode, draft_dims = self.settings.decode, self.draft_dims
-        if hasattr(self.ops, "scratch_bytes"):
+        if hasattr(self.ops, "check_fit"):
+            self.ops.check_fit(self.dims, draft_dims, decode.leaf, self.settings.draft.budget)
             self.check_memory()
         self.model = Model(
             self.dims,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -288,6 +289,15 @@ class CudaLauncher:
     def free_bytes(self) -> int:
         return self.xp.cuda.runtime.memGetInfo()[0]
 
+    def seconds(self, run: Callable[[], object]) -> float:
+        """How long the device works on what run() starts."""
+        begin, end = self.xp.cuda.Event(), self.xp.cuda.Event()
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return self.xp.cuda.get_elapsed_time(begin, end) / 1e3
+
     def synchronize(self) -> None:
         self.xp.cuda.get_current_stream().synchronize()
 
@@ -349,6 +359,12 @@ class EmulatorLauncher:
 
     def free_bytes(self) -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """How long the host takes to emulate what run() starts."""
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
 
     def synchronize(self) -> None:
         pass

@@ -1,0 +1,67 @@
+"""Edit, save, know: what is said of a right, a wrong and a broken edit, with the engine kept."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import engine
+import ops
+from config import UserError
+from tests import toy
+from watch import Watch
+
+SUM = "__fadd_rn(to_float(x[i]), round_to_act(y[i]))"  # of kernel `add`, the residual
+
+
+@pytest.mark.parametrize(
+    "device", ("emulate", pytest.param("cuda", marks=pytest.mark.gpu)), indirect=True
+)
+def test_watch(device: str, tmp_path, monkeypatch, capsys) -> None:
+    from tests.conftest import launcher
+
+    for file in ops.FILES:
+        (tmp_path / file).write_text((ops.HERE / file).read_text())
+    source = tmp_path / "kernels.cu"
+    text = source.read_text()
+    directory = toy.write_checkpoint(tmp_path / "toy", drafter={})
+    with monkeypatch.context() as patch:
+        made = ops.CudaOps(launcher=launcher(device), directory=tmp_path)
+        patch.setattr(engine, "make_ops", lambda *_: made)
+        loaded = toy.engine_of(directory, drafter=True)
+    watch = Watch(loaded, [7, 8, 9], 4)
+
+    def saved(new: str) -> tuple[bool | None, str]:
+        source.write_text(new)
+        return watch.look(), capsys.readouterr().out
+
+    assert watch.begin()
+    said = capsys.readouterr().out
+    assert re.search(r"(\d+) of \1 op tests equal their twins\n", said)
+    assert "tree against ar: 4 ids equal, bits equal\n" in said
+    assert "against the NumPy twins: 4 ids equal" in said and "\n| linear | " in said
+    assert watch.look() is None
+
+    right, said = saved(text.replace(SUM, f"1.0f * {SUM}"))  # another kernel, the same bits
+    assert right, said
+    assert re.search(r"^elementwise: compiled, running [\d.]+ s after the save\n", said)
+    assert "against the run before: 4 ids equal, bits equal\n" in said
+    assert re.search(r"\nadd, \d+ launches: [\d.]+ -> [\d.]+ (emulated ms|µs), ", said)
+    assert "linear" not in said.split("\nadd,")[1]  # only what has changed is timed
+
+    right, said = saved(text.replace(SUM, SUM.replace("__fadd_rn", "__fsub_rn")))
+    assert right is False and "  add-1-1: 1 of 1 values; first at (0, 0)" in said
+
+    number = text[: text.index(SUM)].count("\n") + 1
+    right, said = saved(text.replace(SUM, "nonsense"))
+    assert right is False and "the old kernels stay" in said
+    assert re.search(rf"kernels.cu[(:]{number}\b", said)
+
+    right, said = saved(text)
+    assert right and re.search(r"\nall equal, [\d.]+ s after the save\n$", said), said
+
+
+def test_watch_needs_kernels(tmp_path) -> None:
+    with pytest.raises(UserError, match="--device emulate"):
+        Watch(toy.toy_engine(tmp_path), [1])
