@@ -582,3 +582,46 @@ KERNEL advance(const int* slots,   // [B], each once; -1 is skipped
   const int b = blockIdx.x * THREADS + threadIdx.x;
   if (b < B && slots[b] >= 0) lengths[slots[b]] += counts[b];
 }
+
+// ==== generate ====
+
+// Weights from a seed, bit for bit reference.generate: entry (first_row + r, first_column + c) of a
+// matrix of `width` columns, at [r, c] of out. SplitMix64 of the entry's index; every entry alone.
+// grid ceil(n / THREADS), n = rows * columns.
+DEVICE u64 random_bits(i64 i, u64 seed, int columns, int width, int first_row, int first_column) {
+  const u64 row = first_row + i / columns, column = first_column + i % columns;
+  u64 z = (row * width + column + 1) * 0x9E3779B97F4A7C15ull + seed;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  return z ^ (z >> 31);
+}
+
+template <typename T>
+DEVICE void fill(T* out, i64 n, u64 seed, float mean, float scale, int columns, int width,
+                 int first_row, int first_column) {
+  const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
+  if (i >= n) return;
+  const u64 z = random_bits(i, seed, columns, width, first_row, first_column);
+  // 24 bits to [-1, 1): exact in every step.
+  const float u = __fsub_rn(__fmul_rn((float)(u32)(z >> 40), 1.0f / (1 << 23)), 1.0f);
+  store(out + i, __fadd_rn(mean, __fmul_rn(scale, u)));
+}
+
+KERNEL generate_float32(float* out,  // [rows, columns]
+                        i64 n, u64 seed, float mean, float scale, int columns, int width,
+                        int first_row, int first_column) {
+  fill(out, n, seed, mean, scale, columns, width, first_row, first_column);
+}
+
+KERNEL generate_bfloat16(bf16* out,  // [rows, columns]
+                         i64 n, u64 seed, float mean, float scale, int columns, int width,
+                         int first_row, int first_column) {
+  fill(out, n, seed, mean, scale, columns, width, first_row, first_column);
+}
+
+KERNEL generate_int32(u32* out,  // [rows, columns], 32 random bits each: eight codes
+                      i64 n, u64 seed, float mean, float scale, int columns, int width,
+                      int first_row, int first_column) {
+  const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
+  if (i < n) out[i] = (u32)random_bits(i, seed, columns, width, first_row, first_column);
+}
