@@ -23,6 +23,7 @@ import config
 import pictures
 from config import DeviceFault, UserError
 from engine import MODES, Engine, default_params
+from parallel import RankFailed
 from request import Result, Sequence, parse_line, read_controls
 from sampling import SamplingParams
 
@@ -146,6 +147,9 @@ def main(argv: list[str] | None = None) -> int:
     except DeviceFault as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return config.DEVICE_FAULT
+    except RankFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # the reader of our output has gone
         sys.stderr.close()
         return 141

@@ -257,6 +257,10 @@ class TensorParallel:
     size: int = _key(_power_of_two(1, 8), 1)
     cut: Cut = _subsection(Cut)
 
+    def ranks(self, kind: str) -> int:
+        """Ranks that share a tensor of this kind: all, or 1 where each holds it whole."""
+        return 1 if getattr(self.cut, kind) == "replicate" else self.size
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:

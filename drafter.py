@@ -36,34 +36,36 @@ class Drafter:
     context  positions the rotation table must reach, the block's included
     """
 
-    def __init__(
-        self, dims: config.Drafter, weights, ops, target: Model, *, context, span=4, size=1
-    ):
+    def __init__(self, dims: config.Drafter, weights, ops, target: Model, *, context, span=4):
         self.dims, self.ops, self.target, self.span = dims, ops, target, span
+        size = target.tp.ranks("o_proj")
         self.heads = dims.num_attention_heads // size
-        self.kv_heads = dims.num_key_value_heads // size
+        self.kv_heads = max(1, dims.num_key_value_heads // size)  # more ranks than heads share them
         self.scale = dims.head_dim**-0.5  # unlike the target's, without YaRN's correction
         self.cos, self.sin = ops.rope_table(dims.rope, dims.head_dim, context + dims.block_size)
-        self.fc = ops.prepare(weights.fc)
+        fc_shards = config.leaves(dims.hidden_size) // target.tp.ranks("fc")
+        self.fc = ops.prepare(weights.fc, shards=fc_shards)
         self.hidden_norm = ops.upload(weights.hidden_norm)
         self.norm = ops.upload(weights.norm)
         self.layers = [
-            self._prepare_layer(w, kind, size)
+            self._prepare_layer(w, kind)
             for w, kind in zip(weights.layers, dims.layer_types, strict=True)
         ]
 
-    def _prepare_layer(self, w, kind: str, size: int) -> _Layer:
-        ops, dims = self.ops, self.dims
-        kv_leaves = config.leaves(dims.num_key_value_heads) // size
-        width_leaves = config.leaves(dims.intermediate_size) // size
+    def _prepare_layer(self, w, kind: str) -> _Layer:
+        ops, dims, tp = self.ops, self.dims, self.target.tp
+        size = tp.ranks("o_proj")
+        leaves = config.leaves(dims.num_attention_heads) // size
+        kv_shards = max(1, config.leaves(dims.num_key_value_heads) // size)
+        width_leaves = config.leaves(dims.intermediate_size) // tp.ranks("down_proj")
         return _Layer(
             input_norm=ops.upload(w.input_norm),
-            q=ops.prepare(w.q, shards=kv_leaves),
-            k=ops.prepare(w.k, shards=kv_leaves),
-            v=ops.prepare(w.v, shards=kv_leaves),
+            q=ops.prepare(w.q, shards=leaves),
+            k=ops.prepare(w.k, shards=kv_shards),
+            v=ops.prepare(w.v, shards=kv_shards),
             q_norm=ops.upload(w.q_norm),
             k_norm=ops.upload(w.k_norm),
-            o=ops.prepare(w.o, shards=kv_leaves, row_cut=True),
+            o=ops.prepare(w.o, shards=leaves, row_cut=True),
             post_norm=ops.upload(w.post_norm),
             mlp=ops.prepare_mlp(*map(stack_of_one, (w.gate, w.up, w.down)), width_leaves),
             window=(dims.sliding_window or 0) if kind == "sliding_attention" else 0,
@@ -81,7 +83,8 @@ class Drafter:
         """
         ops, dims = self.ops, self.dims
         taps = ops.take_rows(taps, ops.index(placed.rows))
-        context = ops.rms_norm(ops.linear(taps, self.fc), self.hidden_norm, dims.rms_norm_eps)
+        context = self.target.ops_for("fc").head(taps, self.fc, dims.hidden_size)
+        context = ops.rms_norm(context, self.hidden_norm, dims.rms_norm_eps)
         positions = ops.index(placed.positions)
         n = ops.arange(len(placed.rows))
         for i, layer in enumerate(self.layers):
@@ -94,7 +97,7 @@ class Drafter:
 
         Row j of a sequence is the distribution of the token at position length + 1 + j.
         """
-        tables = cache.tables[:, : max(cache.held[s] for s in slots)]
+        tables = cache.tables[:, : max(cache.held[s] for s in slots)].copy()
         mask, n = self.dims.mask_token_id, self.dims.block_size
         rows = self.ops.draft_rows(roots, slots, cache.lengths, tables, n, mask)
         return self.forward(rows, cache).reshape(len(roots), n - 1, -1)
@@ -103,7 +106,8 @@ class Drafter:
         """The blocks of `draft_rows` -> fp32 logits [B * (block_size - 1), V]."""
         ops, dims, n = self.ops, self.dims, self.dims.block_size
         positions = rows.positions
-        x = ops.embed(rows.token_ids, self.target.embedding, self.target.first_id)
+        x = self.target.embed(rows.token_ids)
+        attention, mlp = (self.target.ops_for(kind) for kind in ("o_proj", "down_proj"))
         for layer, store in zip(self.layers, cache.draft, strict=True):
             h = ops.rms_norm(x, layer.input_norm, dims.rms_norm_eps)
             q = ops.linear(h, layer.q).reshape(len(h), self.heads, dims.head_dim)
@@ -114,12 +118,12 @@ class Drafter:
             o = ops.block_attention(
                 q, kv, pages, rows.tables, rows.lengths, layer.window, self.scale, self.span
             )
-            x = ops.add(x, ops.linear(o.reshape(len(h), -1), layer.o))
+            x = ops.add(x, attention.linear(o.reshape(len(h), -1), layer.o))
             h = ops.rms_norm(x, layer.post_norm, dims.rms_norm_eps)
-            x = ops.add(x, ops.mlp(h, layer.mlp))
+            x = ops.add(x, mlp.mlp(h, layer.mlp))
         drafts = ops.arange(len(x)).reshape(-1, n)[:, 1:].reshape(-1)  # all but the roots
         x = ops.rms_norm(ops.take_rows(x, drafts), self.norm, dims.rms_norm_eps)
-        return ops.head(x, self.target.head, self.target.dims.vocab_size)
+        return self.target.logits(x)
 
     def _keys_values(self, layer: _Layer, h, positions):
         """[n, hidden] -> [n, 2, KV, d]: normed and rotated keys, then values."""

@@ -15,6 +15,7 @@ import config
 from cache import LatentCache
 from reference import softmax_scale, stack_of_one
 
+ONE_RANK = config.TensorParallel()
 VOCABULARY_SHARDS = 8  # the loader pads embedding and head to as many equal shards
 
 
@@ -81,25 +82,31 @@ class Model:
     weights  loader.TargetWeights of this rank
     taps     indices of the layers whose outputs the drafter reads
     context  positions the rotation table must reach; span: leaves per attention span
+    rank, tp which share of what each tensor is cut in
     """
 
     def __init__(
-        self, dims: config.Model, weights, ops, *, context, span=4, taps=(), rank=0, size=1
+        self, dims: config.Model, weights, ops, *, context, span=4, taps=(), rank=0, tp=ONE_RANK
     ):
         self.dims, self.ops, self.taps, self.span = dims, ops, tuple(taps), span
-        self.heads = dims.num_attention_heads // size
+        self.tp = tp
+        self.heads = dims.num_attention_heads // tp.ranks("o_proj")
         self.head_dim = dims.qk_nope_head_dim + dims.qk_rope_head_dim
         self.scale = softmax_scale(dims.rope, self.head_dim)
         self.cos, self.sin = ops.rope_table(dims.rope, dims.qk_rope_head_dim, context)
         self.embedding = ops.upload(weights.embed)
-        self.first_id = rank * len(weights.embed)
+        self.first_id = rank * len(weights.embed) if tp.ranks("embed_tokens") > 1 else 0
         self.norm = ops.upload(weights.norm)
-        self.head = ops.prepare(weights.head, shards=VOCABULARY_SHARDS // size)
-        self.layers = [self._prepare_layer(i, w, size) for i, w in enumerate(weights.layers)]
+        self.head = ops.prepare(weights.head, shards=VOCABULARY_SHARDS // tp.ranks("lm_head"))
+        self.layers = [self._prepare_layer(i, w) for i, w in enumerate(weights.layers)]
 
-    def _prepare_layer(self, index: int, w, size: int) -> _Layer:
+    def ops_for(self, kind: str):
+        """The operations on a tensor of this kind: across ranks, or alone where it is not cut."""
+        return self.ops if self.tp.ranks(kind) == self.tp.size else self.ops.alone()
+
+    def _prepare_layer(self, index: int, w) -> _Layer:
         dims, ops = self.dims, self.ops
-        n_heads = dims.num_attention_heads
+        n_heads, size = dims.num_attention_heads, self.tp.ranks("o_proj")
         key, value = ops.prepare_heads(w.kv_b, self.heads, dims.qk_nope_head_dim, dims.v_head_dim)
         attention = _Attention(
             norm=ops.upload(w.input_norm),
@@ -112,7 +119,7 @@ class Model:
             value=value,
             o=ops.prepare(w.o, shards=config.leaves(n_heads, n_heads) // size, row_cut=True),
         )
-        n = config.mlp_leaves(dims, index) // size
+        n = config.mlp_leaves(dims, index) // self.tp.ranks("down_proj")
         mlp, experts, router, bias = w.mlp, None, None, None
         if dims.layers[index].kind == "moe":
             experts = ops.prepare_mlp(mlp.experts_gate, mlp.experts_up, mlp.experts_down, n)
@@ -135,7 +142,7 @@ class Model:
             positions, batch.sequence, batch.parent, cache.lengths, cache.tables, cache.leaf
         )
         entries = ops.activations((len(self.layers), len(batch), self.cache_width))
-        x = ops.embed(ops.index(batch.token_ids), self.embedding, self.first_id)
+        x = self.embed(ops.index(batch.token_ids))
         tapped = []
         for i, layer in enumerate(self.layers):
             pages = cache.pages[i]
@@ -145,14 +152,22 @@ class Model:
                 tapped.append(x)
         taps = ops.join_columns(tapped) if tapped else None
         x = ops.rms_norm(ops.take_rows(x, logit_rows), self.norm, self.dims.rms_norm_eps)
-        return Forward(ops.head(x, self.head, self.dims.vocab_size), taps, entries)
+        return Forward(self.logits(x), taps, entries)
+
+    def embed(self, token_ids):
+        """int32 [T] -> [T, hidden]."""
+        return self.ops_for("embed_tokens").embed(token_ids, self.embedding, self.first_id)
+
+    def logits(self, x):
+        """Normed rows [T, hidden] -> fp32 [T, V]."""
+        return self.ops_for("lm_head").head(x, self.head, self.dims.vocab_size)
 
     def _attention(self, w: _Attention, x, positions, pages, entries, plan):
         """Absorbed multi-head latent attention (DeepSeek-V3): [T, hidden] -> o_proj's sum.
 
         The rows' own cache entries are written into `entries`.
         """
-        ops, dims = self.ops, self.dims
+        ops, dims = self.ops_for("o_proj"), self.dims
         n, latent = len(x), dims.kv_lora_rank
         h = ops.rms_norm(x, w.norm, dims.rms_norm_eps)
 
@@ -169,7 +184,7 @@ class Model:
 
     def _mlp(self, w: _Layer, x):
         """The dense MLP, or routed and shared experts: [T, hidden] -> their unrounded sum."""
-        ops, dims = self.ops, self.dims
+        ops, dims = self.ops_for("down_proj"), self.dims
         h = ops.rms_norm(x, w.norm, dims.rms_norm_eps)
         if w.experts is None:
             return ops.mlp(h, w.shared)

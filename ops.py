@@ -12,6 +12,7 @@ compile cache needs no other key.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import re
@@ -162,7 +163,8 @@ class CudaLauncher:
 
     name = "cuda"
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0, ranks: int = 1) -> None:
+        """On GPU `index` of this host, where `ranks` of them are needed."""
         try:
             import cupy
         except ImportError:
@@ -176,6 +178,13 @@ class CudaLauncher:
             raise UserError(f"--device cuda: {self._no_driver(cupy, error)}") from None
         if not count:
             raise UserError("--device cuda: no NVIDIA GPU was found; use --device cpu")
+        # A launcher may show each rank its own GPU alone; `ranks` that are started here see all.
+        if count < ranks or 1 < count <= index:
+            raise UserError(
+                f"--device cuda: {max(ranks, index + 1)} ranks need as many GPUs, this host shows "
+                f"{count}; lower tp.size, or use --device cpu"
+            )
+        cupy.cuda.Device(0 if count == 1 else index).use()
         self.xp = cupy
         self.array_type = cupy.ndarray
         self.faults = (
@@ -555,6 +564,16 @@ class CudaOps:
         self._modules: dict[tuple, object] = {}
         self._counted: dict[int, object] = {}
         self.listener: Callable[[Launch], None] | None = None
+
+    def alone(self) -> CudaOps:
+        """The same operations for what every rank holds whole: nothing is joined across ranks."""
+        twin = copy.copy(self)
+        twin.comm = None
+        return twin
+
+    def decided(self, array):
+        """Rank 0's draft candidates or chosen tokens, on every rank: rank 0 decides."""
+        return array if self.comm is None else self.comm.share(array)
 
     # -- compile and launch
 

@@ -15,7 +15,7 @@ How each sum over K is cut (`leaves` = the largest power of two up to 8 that div
     o_proj                heads x v             one a head (a power of two of them, else `leaves`)
     down_proj             expert width          8, whole quantisation groups
     drafter fc            taps x hidden         1 (sharded by output columns)
-    drafter o, down       heads x d; width      8, by key/value heads; by columns
+    drafter o, down       heads x d; width      8, whole heads; columns
     attention P.V         positions             one a cache page, folded in spans (R3)
 
 Leaves are added pairwise, ((0+1)+(2+3))+((4+5)+(6+7)).
@@ -40,6 +40,7 @@ the places above is all that the type means.
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -447,6 +448,12 @@ class ReferenceOps:
         self._blas_limit = threadpool_limits(1, user_api="blas")
         self_check()
 
+    def alone(self) -> ReferenceOps:
+        """The same operations for what every rank holds whole: nothing is joined across ranks."""
+        twin = copy.copy(self)
+        twin.comm = None
+        return twin
+
     def round(self, x: np.ndarray) -> np.ndarray:
         """Cast to the activation type and back (round to nearest even)."""
         if self.activation == "float32":
@@ -457,6 +464,10 @@ class ReferenceOps:
         """[this rank's leaves, ...] to the whole sum, along the pairwise tree over all ranks."""
         local = tree_sum(partials)
         return local if self.comm is None else self.comm.tree_sum(local)
+
+    def decided(self, array: np.ndarray) -> np.ndarray:
+        """Rank 0's draft candidates or chosen tokens, on every rank: rank 0 decides."""
+        return array if self.comm is None else self.comm.share(array)
 
     # -- weights, once at load
 
@@ -796,41 +807,42 @@ class ReferenceOps:
         """
         n_blocks = len(lengths)
         n, (n_heads, d) = len(q) // n_blocks, q.shape[1:]
-        kv_heads, group, leaf = kv.shape[2], n_heads // kv.shape[2], pages.shape[1]
+        kv_heads, leaf = kv.shape[2], pages.shape[1]
         out = np.empty_like(q)
         for b, (table, length) in enumerate(zip(tables, lengths, strict=True)):
             rows, length = slice(b * n, (b + 1) * n), int(length)
-            # Rows of one key/value head: n positions x group query heads, always the same shape.
-            queries = q[rows].reshape(n, kv_heads, group, d).transpose(1, 0, 2, 3)
-            queries = np.ascontiguousarray(queries).reshape(kv_heads, 1, n * group, d)
+            # One product a query head: its shape is the same however heads are shared out (R2).
+            queries = np.ascontiguousarray(q[rows].swapaxes(0, 1))
+            queries = queries.reshape(kv_heads, n_heads // kv_heads, 1, n, d)
             first, parts = 0, []
             if length and window != 1:
                 first = max(0, length - window + 1) // leaf if window else 0
                 positions = np.arange(first * leaf, -(-length // leaf) * leaf)
                 context = pages[np.asarray(table[first : -(-length // leaf)])]
                 context[-1, (length - 1) % leaf + 1 :] = 0  # slots past the end load as zero
-                at = length + np.repeat(np.arange(n), group)[:, None]
-                visible = np.broadcast_to(positions < length, (n * group, len(positions)))
+                visible = np.broadcast_to(positions < length, (n, len(positions)))
                 if window:
+                    at = length + np.arange(n)[:, None]
                     visible = visible & (at - positions < window)
-                visible = visible.reshape(n * group, -1, leaf).swapaxes(0, 1)
+                visible = visible.reshape(n, -1, leaf).swapaxes(0, 1)
                 parts.append(self._block_parts(queries, context, visible, scale))
             parts.append(self._block_parts(queries, kv[None, rows], None, scale))
             maxima, sums, values = (np.concatenate(p, 1) for p in zip(*parts, strict=True))
             total, value = fold_leaves(maxima, sums, values, first, span)
-            o = (value / total[..., None]).reshape(kv_heads, n, group, d).transpose(1, 0, 2, 3)
-            out[rows] = o.reshape(n, n_heads, d)
+            out[rows] = (value / total[..., None]).swapaxes(0, 1)
         return self.round(out)
 
     def _block_parts(self, q, kv, visible, scale: float):
-        """Softmax parts of leaves [leaves, leaf, 2, KV, d] for q [KV, 1, rows, d].
+        """Softmax parts of leaves [leaves, leaf, 2, KV, d] for q [KV, H / KV, 1, n, d].
 
-        Returns maxima and sums [KV, leaves, rows] and values [KV, leaves, rows, d].
+        Returns maxima and sums [H, leaves, n] and values [H, leaves, n, d].
         """
-        keys, values = (np.ascontiguousarray(kv[:, :, i].transpose(2, 0, 1, 3)) for i in (0, 1))
+        kv = kv.transpose(2, 3, 0, 1, 4)[:, :, None]  # [2, KV, 1, leaves, leaf, d]
+        keys, values = np.ascontiguousarray(kv)
         scores = matmul(q, keys.swapaxes(-1, -2)) * (np.float32(scale) * LOG2E)
         maxima, p = self._leaf_softmax(scores, visible)
-        return maxima, np.add.reduce(p, axis=-1), matmul(p, values)
+        parts = maxima, np.add.reduce(p, axis=-1), matmul(p, values)
+        return tuple(part.reshape(-1, *part.shape[2:]) for part in parts)
 
     def _leaf_softmax(self, scores, visible):
         """(ceiling of the log2 maximum, rounded 2^(score - maximum)) over the last axis."""

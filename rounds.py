@@ -217,6 +217,7 @@ class Rounds:
             ahead=1,
             adjusted=adjusted,
         )
+        choices = o.decided(choices)
         walks = o.walk_trees(trees, rows.first, choices, slots, state.lengths, depth)
         placed = Placed(*(a.reshape(-1) for a in (walks.rows, walks.slots, walks.positions)))
         o.put_entries(state.pages, forward.entries, *vars(placed).values(), state.tables)
@@ -238,5 +239,5 @@ class Rounds:
         rows = o.draft_rows(roots, slots, self.state.lengths, self.state.tables, n, mask)
         logits = self.drafter.forward(rows, self.state)
         logits = o.add_noise_of(logits, rows.owners, rows.draft_positions, self.requests)
-        ids, log_probs = o.top_log_probs(logits, width)
+        ids, log_probs = map(o.decided, o.top_log_probs(logits, width))
         return ids.reshape(b, self.depth, -1), log_probs.reshape(b, self.depth, -1)

@@ -212,5 +212,5 @@ class Speculator:
             positions = (np.asarray(first_positions)[:, None] + np.arange(depth)).reshape(-1)
             flat = self.ops.add_noise(flat, positions, [p for p in params for _ in range(depth)])
         ids, log_probs = self.ops.top_log_probs(flat, 1 if self.mode == "chain" else self.budget)
-        ids, log_probs = (self.ops.download(a) for a in (ids, log_probs))
+        ids, log_probs = (self.ops.download(self.ops.decided(a)) for a in (ids, log_probs))
         return ids.reshape(blocks, depth, -1), log_probs.reshape(blocks, depth, -1)
