@@ -208,9 +208,15 @@ class Drafter:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """`model:` may also state numbers of `Model`, to be checked against the checkpoint."""
+    """`model:` may also state numbers of `Model`, to be checked against the checkpoint.
+
+    With `load: generate` the weights, the drafter's too, are made from `seed` on the device; the
+    directories need no more than their config.json.
+    """
 
     path: Path
+    load: str = _key(_choice("files", "generate"), "files")
+    seed: int = _key(_integer(0, 2**32 - 1), 0)  # of generated weights
     lora_norm_eps: float | None
     stated: tuple[tuple[str, float], ...]
 
@@ -255,6 +261,8 @@ def _subsection(cls: type) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel:
     size: int = _key(_power_of_two(1, 8), 1)
+    # One rank alone, without the others: right shapes and times, but sums of its own part only.
+    only_rank: int | None = _key(_optional(_integer(0, 7)), None)
     cut: Cut = _subsection(Cut)
 
     def ranks(self, kind: str) -> int:
@@ -310,7 +318,8 @@ _SECTIONS: dict[str, type] = {
     "decode": Decode,
 }
 _STATABLE = {f.name: f.metadata["read"] for f in fields(Model) if f.metadata}
-_KEYS = {"model": ["path", *_STATABLE]} | {
+_MODEL_KEYS = ["path", "load", "seed", *_STATABLE]
+_KEYS = {"model": _MODEL_KEYS} | {
     s: [f.name for f in fields(c)] for s, c in _SECTIONS.items()
 }
 
@@ -457,11 +466,14 @@ def _read_fields(cls: type, raw: Mapping, prefix: str) -> dict[str, Any]:
 
 def _model_section(raw: object, where: str) -> ModelSection:
     raw = _mapping(raw, where)
-    _refuse_unknown(raw, ["path", *_STATABLE], where)
+    _refuse_unknown(raw, _MODEL_KEYS, where)
     if "path" not in raw:
         raise UserError(f"{where}.path: missing; state it or give --model DIR")
     stated = {k: read(raw[k], f"{where}.{k}") for k, read in _STATABLE.items() if k in raw}
+    if "seed" in raw and raw.get("load") != "generate":
+        raise UserError(f"{where}.seed: goes with {where}.load: generate; leave it out")
     return ModelSection(
+        **_read_fields(ModelSection, raw, f"{where}."),
         path=_path(raw["path"], f"{where}.path"),
         lora_norm_eps=stated.get("lora_norm_eps"),
         stated=tuple(stated.items()),
@@ -901,6 +913,8 @@ def _check_drafter(drafter: Drafter, model: Model, path: Path | None) -> None:
 
 def _check_tp(tp: TensorParallel, model: Model, drafter: Drafter | None) -> None:
     cut = tp.cut
+    if tp.only_rank is not None and tp.only_rank >= tp.size:
+        raise _wrong("tp.only_rank", f"a rank of tp.size {tp.size}", tp.only_rank)
     # A column-cut output is the next tensor's row-cut input, so these go together.
     for group in (("o_proj", "q_b_proj", "kv_b_proj", "q_proj", "k_proj", "v_proj"), _MLP):
         whole = [kind for kind in group if getattr(cut, kind) == "replicate"]

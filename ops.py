@@ -236,7 +236,9 @@ class CudaLauncher:
     def launch(self, function, grid, block, args, shared_bytes: int) -> None:
         function(grid, block, args, shared_mem=shared_bytes)
 
-    def upload(self, array: np.ndarray):
+    def upload(self, array):
+        if isinstance(array, self.array_type):
+            return array
         out, host = self.empty(array.shape, array.dtype), np.asarray(array, order="C")
         # On the current stream: pool memory may still be read there by earlier kernels.
         stream = self.xp.cuda.get_current_stream()
@@ -777,9 +779,29 @@ class CudaOps:
 
     # -- weights, once at load
 
+    def place(self, slot, array):
+        """Takes what loader.load_target has read: a matrix goes to the device at once."""
+        return self.launcher.upload(array) if array.ndim > 1 else array
+
+    def blank(self, shape, dtype):
+        """Zeros where `generate` fills them with a weight."""
+        array = self.launcher.empty(shape, dtype)
+        array.reshape(-1).view(np.uint8)[...] = 0
+        return array
+
+    def generate(self, out, seed: int, mean: float, scale: float, first=(0, 0), width=None):
+        """Fill `out` [rows, columns] as reference.generate does, to the bit."""
+        columns = out.shape[-1]
+        out = self._take("generate", "out", out, out.dtype, *out.shape)
+        self._launch(
+            "generate", f"generate_{out.dtype.name}", (_ceil(out.size, THREADS),), out,
+            np.int64(out.size), np.uint64(seed), mean, scale, columns, width or columns, *first,
+        )  # fmt: skip
+
     def upload(self, array):
         """A norm weight, bias or rotation table: float32. A bfloat16 matrix stays bfloat16."""
-        array = np.asarray(array)
+        if not isinstance(array, np.ndarray):  # a matrix that is on the device already
+            return array
         keep = array.ndim == 2 and array.dtype == BFLOAT16
         return self.launcher.upload(array if keep else array.astype(np.float32))
 
@@ -795,7 +817,6 @@ class CudaOps:
                 )
             uploaded = self.launcher.upload(scales)
         else:
-            weight = np.asarray(weight)
             kind, group = {FLOAT32: "DenseF32", BFLOAT16: "DenseBf16"}.get(weight.dtype), 1
             if kind is None:
                 raise UserError(

@@ -132,7 +132,7 @@ def generate(
     for begin in range(0, n, step):
         part = rows[begin : begin + step]
         at = np.arange(first[0] + begin, first[0] + begin + len(part), dtype=np.uint64)
-        z = at[:, None] * np.uint64(width) + np.arange(columns, dtype=np.uint64)
+        z = at[:, None] * np.uint64(width) + np.arange(columns, dtype=np.uint64)  # wraps around
         z += np.uint64(first[1] + 1)
         z *= np.uint64(0x9E3779B97F4A7C15)
         z += np.uint64(seed)
@@ -516,6 +516,8 @@ class ReferenceOps:
     def zeros(self, shape) -> np.ndarray:
         """Zeros of the activation type: the cache's pages."""
         return np.zeros(shape, np.float32)
+
+    place = None  # the loader's arrays are where these operations want them
 
     @staticmethod
     def blank(shape, dtype) -> np.ndarray:
