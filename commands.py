@@ -447,8 +447,10 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 def print_json(value: dict) -> None:
-    """One line of JSON. A lone surrogate, which UTF-8 cannot hold, stays the escape it came as."""
+    """One line of JSON, whatever a reader takes for the end of a line. A lone surrogate, which
+    UTF-8 cannot hold, stays the escape it came as."""
     line = json.dumps(value, ensure_ascii=False)
+    line = line.translate({ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"})
     print(line.encode("utf-8", errors="backslashreplace").decode(), flush=True)
 
 
@@ -474,37 +476,42 @@ def watch_kernels(engine: Engine, prompt, arguments: argparse.Namespace) -> int:
 
 
 def score(engine: Engine, file: Path) -> int:
-    """Perplexity of a text in windows of the context, each token scored once.
-
-    Windows overlap by half: a token sees at least half a context before it, but for the first.
-    """
+    """Perplexity of a text and bits per byte, over all its tokens but the first."""
     ids = engine.encode(read_file("--score", file))
     if len(ids) < 2:
         raise UserError(f"--score {file}: expected at least two tokens, got {len(ids)}")
+    began = time.perf_counter()
+    lost = -float(text_logprobs(engine, ids).astype(np.float64).sum())
+    rate = (len(ids) - 1) / (time.perf_counter() - began)
+    size = len(engine.tokenizer.decode_bytes(ids[1:]))
+    print("| tokens | bytes | context | perplexity | bits per byte | tok/s |")
+    print("|---|---|---|---|---|---|")
+    print(
+        f"| {len(ids) - 1} | {size} | {engine.settings.decode.context} "
+        f"| {math.exp(lost / (len(ids) - 1)):.3f} | {lost / math.log(2) / size:.4f} | {rate:.0f} |"
+    )
+    return 0
+
+
+def text_logprobs(engine: Engine, ids: list[int]) -> np.ndarray:
+    """Log-probability of each token but the first -> float32 [len(ids) - 1].
+
+    Windows of the context overlap by half: beyond the first, a token sees at least half a context
+    before it.
+    """
     window = engine.settings.decode.context - 1
     if window < 2:
         raise UserError(f"--score: needs a context of at least 3, got {window + 1}")
-    params = SamplingParams(max_tokens=1)
-    lost, scored = 0.0, []
-    starts = range(0, max(len(ids) - (window - window // 2), 1), max(window // 2, 1))
-    began = time.perf_counter()
+    overlap = window - window // 2
+    starts = range(0, max(len(ids) - overlap, 1), window // 2)
+    parts = []
     for start in tqdm(starts, unit="window", desc="score", disable=not sys.stderr.isatty()):
         piece = ids[start : start + window]
-        [result] = engine.generate([piece], params, echo=True)
+        [result] = engine.generate([piece], SamplingParams(max_tokens=1), echo=True)
         if result.error:
             raise UserError(result.error)
-        new = 0 if start == 0 else window - window // 2 - 1
-        lost -= float(result.prompt_logprobs[new:].astype(np.float64).sum())
-        scored += piece[1 + new :]
-    size = len(engine.tokenizer.decode_bytes(scored))
-    print("| tokens | bytes | context | perplexity | bits per byte | tok/s |")
-    print("|---|---|---|---|---|---|")
-    rate = len(scored) / (time.perf_counter() - began)
-    print(
-        f"| {len(scored)} | {size} | {window + 1} | {math.exp(lost / len(scored)):.3f} "
-        f"| {lost / math.log(2) / size:.4f} | {rate:.0f} |"
-    )
-    return 0
+        parts.append(result.prompt_logprobs[overlap - 1 if start else 0 :])
+    return np.concatenate(parts)
 
 
 def compare(engine: Engine, prompt, params: SamplingParams, repeats: int) -> int:
