@@ -316,23 +316,24 @@ class CudaLauncher:
 class EmulatorLauncher:
     """Runs the kernels as host code (tests/emulator) on NumPy arrays.
 
-    checked  watches shared memory for races
+    checked   watches every load and store
+    coverage  counts the lines that run
     """
 
     name = "emulate"
     xp = np
     array_type = np.ndarray
 
-    def __init__(self, checked: bool = False) -> None:
+    def __init__(self, checked: bool = False, coverage: bool = False) -> None:
         from tests.emulator import emulator  # host compiler needed: only when asked for
 
-        self.emulator, self.checked = emulator, checked
+        self.emulator, self.build = emulator, dict(checked=checked, coverage=coverage)
         self.faults = (emulator.EmulatorError,)
         self.limits = Limits("host", "emulator", shared_bytes=101_376, processors=1)
 
     def compile(self, source: str, options: tuple[str, ...], name: str):
         try:
-            return self.emulator.Module(source, options, name, checked=self.checked)
+            return self.emulator.Module(source, options, name, **self.build)
         except self.emulator.EmulatorError as error:
             raise UserError(f"section {name} does not compile:\n{error}") from None
 

@@ -33,7 +33,8 @@ _started = time.time()
 
 @cache
 def launcher(device: str):
-    """The launcher of a device; a string says why there is none."""
+    """The launcher of a device ("checked": the emulator that watches every load and store); a
+    string says why there is none."""
     if device == "cuda":
         try:
             return ops.CudaLauncher()
@@ -41,7 +42,7 @@ def launcher(device: str):
             return str(error)
     from tests.emulator import emulator
 
-    return emulator.missing() or ops.EmulatorLauncher()
+    return emulator.missing() or ops.EmulatorLauncher(checked=device == "checked")
 
 
 @cache

@@ -143,9 +143,10 @@ def silu_mul(b: Backend, draw: Draw, rows: int, k: int) -> Outcome:
     return Outcome(result, expected, (12 * U + draw.ua) * np.abs(expected))
 
 
-def take_rows(b: Backend, draw: Draw, rows: int, k: int, n: int) -> Outcome:
+def take_rows(b: Backend, draw: Draw, fp32: bool, rows: int, k: int, n: int) -> Outcome:
     x, chosen = draw.values(rows, k), draw.rng.integers(0, rows, n).astype(np.int32)
-    return Outcome(b.get(b.ops.take_rows(b.send(x), b.send(chosen))), x[chosen], np.zeros((n, k)))
+    result = b.get(b.ops.take_rows(b.send(x, fp32), b.send(chosen)))
+    return Outcome(result, x[chosen], np.zeros((n, k)))
 
 
 def join_columns(b: Backend, draw: Draw, rows: int, *widths: int) -> Outcome:
@@ -416,7 +417,7 @@ SUMS = [
         (False, 1, 1), (True, 3, 33), (False, 2, 7168), (True, 2, 1536), (True, 3, 4, 16),
     )),
     *((f, s) for f in (add, round_, silu_mul) for s in ((1, 1), (3, 333))),
-    (take_rows, (7, 65, 4)), (take_rows, (1, 300, 3)),
+    (take_rows, (False, 7, 65, 4)), (take_rows, (True, 1, 300, 3)),
     (join_columns, (3, 8, 8)), (join_columns, (2, 5, 300, 1)),
     *((rope_halves, s) for s in ((1, 1, 2), (9, 3, 16), (2, 8, 128))),
     *((latent_query, s) for s in (
@@ -684,6 +685,47 @@ def trees_rows_and_walks(backend: Backend, budget: int) -> None:
         assert int(backend.get(walks.roots)[i]) == walk.tokens[-1]
 
 
+def penalties_of_trees(backend: Backend) -> None:
+    """Every node sees the counts of its own path (F8), and what is accepted enters them."""
+    rng, ops = np.random.default_rng(4), backend.ops
+    vocab, budget, depth, slots = 60, 9, 5, np.array([2, 0, 1], np.int32)
+    requests = [
+        SamplingParams(repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=-0.4),
+        SamplingParams(logit_bias={3: 4.5, 7: -100}, min_tokens=9, repetition_penalty=0.8),
+        SamplingParams(),
+    ]
+    state, paths = ops.penalties(4, vocab, 3), []
+    for slot, asked in zip(slots, requests, strict=True):
+        path = Path.start(rng.integers(0, vocab, 5), {vocab - 1, 0})
+        for token in rng.integers(0, vocab, 7).tolist():
+            path = path.then(token)
+        ops.set_penalties(state, slot, asked, path)
+        paths.append(path)
+    ids, log_probs = drafts(rng, 3, depth, budget)
+    roots, limits, lengths = (np.full(n, depth, np.int32) for n in (3, 3, 4))
+    sent = backend.send(ids), backend.send(log_probs, fp32=True)
+    trees = ops.build_trees(roots, limits, *sent, budget)
+    rows = ops.tree_rows(trees, slots, lengths, 3 * budget + 2)
+    logits = logits_of(rng, 3 * budget + 2, vocab)
+    want, row = logits.copy(), 0
+    for i, (asked, path) in enumerate(zip(requests, paths, strict=True)):
+        tree = spec_decode.build_tree(roots[i], ids[i], log_probs[i], budget)
+        for seen in spec_decode.paths(tree, path, asked):
+            want[row] = sampling.penalised(logits[row], asked, seen)
+            row += 1
+    out = ops.penalise_paths(backend.send(logits, fp32=True), rows, state, depth)
+    assert np.array_equal(backend.get(out), want)  # but for the sign of a zero
+    tokens = np.array([[5, 5, 7], [9, -1, -1], [-1, -1, -1]], np.int32)
+    ops.count_tokens(state, backend.send(tokens), slots)
+    counts, emitted = backend.get(state.counts), backend.get(state.emitted)
+    for slot, path, row in zip(slots, paths, tokens.tolist(), strict=True):
+        for token in row:
+            path = path.then(token) if token >= 0 else path
+        known = dict.fromkeys(path.prompt.tolist(), 0) | dict(path.output)
+        assert {i: n for i, n in enumerate(counts[slot].tolist()) if n >= 0} == known
+        assert emitted[slot] == path.length
+
+
 def entries_move_and_lengths_advance(backend: Backend) -> None:
     """Scattered accepted rows land at the next positions of every layer; all else stays (F3)."""
     rng, ops = np.random.default_rng(0), backend.ops
@@ -711,6 +753,7 @@ DECODING = [
     *((top_log_probs, s) for s in ((1, 1), (33, 33), (640, 20), (5000, 64))),
     (top_log_probs_of_broken_logits, ()),
     *((trees_rows_and_walks, (budget,)) for budget in (1, 2, 5, 8, 16, 33, 64)),
+    (penalties_of_trees, ()),
     (entries_move_and_lengths_advance, ()),
 ]  # fmt: skip
 

@@ -17,12 +17,35 @@ import reference
 from loader import quantise_int4
 from reference import dequantise_int4
 from tests import op_cases
+from tests.conftest import backend_of
 from tests.op_cases import YARN, Backend, Draw, forest, name_of
 
 
 @pytest.mark.parametrize("case, shape", op_cases.SUMS, ids=[name_of(*c) for c in op_cases.SUMS])
 def test_operation(backend: Backend, case, shape) -> None:
     op_cases.check_sum(backend, case, shape)
+
+
+def drawn_cases(seed: int) -> list[tuple]:
+    """One case of every kind, so that each kernel is met."""
+    rng, by_kind = np.random.default_rng(seed), {}
+    for check, cases in (
+        (op_cases.check_sum, op_cases.SUMS),
+        (op_cases.check_exact, op_cases.ROUTER + op_cases.DECODING),
+    ):
+        for case, shape in cases:
+            if np.prod([n for n in shape if isinstance(n, int)] or [1]) < 10**7:  # for its time
+                by_kind.setdefault(case.__name__, []).append((check, case, shape))
+    return [cases[rng.integers(len(cases))] for cases in by_kind.values()]
+
+
+@pytest.mark.parametrize("device", ["checked"], indirect=True)
+@pytest.mark.parametrize(
+    "check, case, shape", drawn_cases(5), ids=lambda v: getattr(v, "__name__", None)
+)
+def test_emulated_under_watch(device, check, case, shape) -> None:
+    """No race, missing barrier, access out of bounds or undefined operation, and right results."""
+    check(backend_of(device, "float32"), case, shape)
 
 
 @pytest.mark.parametrize("case, shape", op_cases.ROUTER, ids=[name_of(*c) for c in op_cases.ROUTER])
@@ -160,8 +183,6 @@ def test_ranks_add_along_the_same_tree(backend: Backend, ranks: int) -> None:
 @pytest.mark.parametrize("scales", ("int4", "int4_f32"))
 def test_dequantisation_is_exact(device: str, scales: str) -> None:
     """Code times scale, to the bit: the product with the identity is the dequantised weight."""
-    from tests.conftest import backend_of
-
     b = backend_of(device, "float32")
     w = Draw(b).weight(scales, 24, 96)
     result = b.get(b.ops.linear(b.send(np.eye(96, dtype=np.float32)), b.ops.prepare(w)))
@@ -180,8 +201,6 @@ def kernels(device):
 
 
 def test_errors_name_operation_and_argument(kernels) -> None:
-    from tests.conftest import backend_of
-
     b = backend_of(kernels, "float32")
     w = b.ops.prepare(np.zeros((4, 8), np.float32))
     good = b.send(np.zeros((2, 8), np.float32))
@@ -234,8 +253,6 @@ def test_no_rows_no_launch(backend: Backend) -> None:
 
 def test_recorded_work_follows_its_inputs(kernels) -> None:
     """A replay reads the inputs as they are by then, and writes the same outputs."""
-    from tests.conftest import backend_of
-
     b = backend_of(kernels, "float32")
     draw = Draw(b)
     w, first, second = draw.weight("bf16", 16, 64), draw.values(3, 64), draw.values(3, 64)

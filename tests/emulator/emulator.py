@@ -569,11 +569,25 @@ class Module:
             raise EmulatorError(f'{self.name} has no extern "C" kernel {name}; it has {have}')
         return Function(self, *self._functions[name])
 
-    def executed_lines(self) -> dict[int, bool]:
-        """Of a module with coverage: each line of `name` that has code, and whether it ever ran.
+    @property
+    def key(self) -> str:
+        """The same for the same source, options and build."""
+        return self._path.stem
 
-        Runs of all processes since the build count. EmulatorError if gcov fails.
+    def forget_lines(self) -> None:
+        """Of a module with coverage: nothing has run."""
+        self._library.emulator_gcov()
+        for counts in self._path.with_suffix("").glob("*.gcda"):
+            counts.unlink()
+
+    def executed_lines(self, source: str | None = None) -> dict[int, bool]:
+        """Of a module with coverage: each line of `source` (as a #line calls it; default `name`)
+        that has code, and whether it ever ran.
+
+        Runs of all processes since the build, or since `forget_lines`, count. EmulatorError if gcov
+        fails.
         """
+        wanted = Path(source or self.name).name
         self._library.emulator_gcov()
         command = ["gcov", "--json-format", "--stdout", "object.gcda"]
         folder = self._path.with_suffix("")
@@ -582,7 +596,7 @@ class Module:
             raise EmulatorError(f"gcov fails in {folder}: {done.stderr}")
         lines: dict[int, bool] = {}
         for file in json.loads(done.stdout)["files"]:
-            if Path(file["file"]).name == Path(self.name).name:
+            if Path(file["file"]).name == wanted:
                 for row in file["lines"]:  # a template has a row for each instance
                     number = row["line_number"]
                     lines[number] = lines.get(number, False) or row["count"] > 0
