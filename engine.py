@@ -401,9 +401,11 @@ class Engine:
         """Log-probabilities of the prompt tokens that follow these rows of the prompt."""
         done = self.committed(sequence)
         following = np.asarray(sequence.prompt[done + 1 : done + 1 + len(logits)], np.int64)
-        scored = sampling.log_softmax_top(logits[: len(following)], following, 0)
+        logits = logits[: len(following)]
+        fine = np.isfinite(logits.max(axis=1))  # the others stay NaN
+        scored = sampling.log_softmax_top(logits[fine], following[fine], 0)
         # By position: a request that was put back comes here again, with the same bits.
-        sequence.prompt_logprobs[done : done + len(following)] = scored.chosen
+        sequence.prompt_logprobs[done : done + len(following)][fine] = scored.chosen
 
     def retire(self, sequence: Sequence) -> None:
         """Give back what an ended or cancelled sequence held."""

@@ -3,6 +3,7 @@ now or later, give the same ids and the same logit bits; only the number of step
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from pathlib import Path
@@ -193,6 +194,40 @@ class TestStops:
         assert (result.text, result.finish_reason) == (text, reason)
         assert result.token_ids == script[:n_ids]
 
+    @pytest.mark.parametrize("mode", MODES)  # ar: a piece a step; else all in one
+    @pytest.mark.parametrize(
+        ("pieces", "text", "reason"),
+        [
+            (["so ", "be", "ta ga", "mma x"], "so ", "stop"),
+            (["so ", "be", "ta ga", "s yes"], "so beta gas yes", "length"),
+            (["be", "ta ga", "mma x", "so "], "", "stop"),
+            (["so ", "be", "be", "ta ga", "mma x"], "so be", "stop"),
+            (["so ", "be", "ta ga", "be", "ta ga", "mma x"], "so beta ga", "stop"),
+            (["so ", "be", "ta ga"], "so beta ga", "length"),  # held back, then set free
+        ],
+    )
+    def test_f11(self, monkeypatch, checkpoint, tmp_path, mode, pieces, text, reason):
+        words = sorted({*pieces})
+        directory = Path(shutil.copytree(checkpoint, tmp_path / "toy"))
+        with (directory / "tiktoken.model").open("ab") as file:
+            for rank, word in enumerate(words, start=256):
+                file.write(base64.b64encode(word.encode()) + b" %d\n" % rank)
+        engine = engine_of(directory, batch=1)
+        script = [256 + words.index(p) for p in pieces]
+        result = scripted(  # which also checks that the stream is the text
+            *(monkeypatch, engine, ids(2, 9), script, mode),
+            **{"max_tokens": len(script), "stop": ("beta gamma", "gamma z")},
+        )
+        assert (result.text, result.finish_reason) == (text, reason)
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_before_min_tokens_nothing_ends_the_text(self, monkeypatch, engine, mode):
+        script = list(b"0STOP") + [STOP] + list(b"1STOP2")
+        wanted = {"stop": ("STOP",), "stop_token_ids": (STOP,), "min_tokens": 7}
+        result = scripted(monkeypatch, engine, ids(2, 9), script, mode, **wanted)
+        assert result.token_ids == script[:-1] and result.finish_reason == "stop"
+        assert result.text.startswith("0STOP") and result.text.endswith("1")
+
     @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("shape", [lambda a, b: [a, b], lambda a, b: a], ids=["list", "one"])
     @pytest.mark.parametrize("which", [0, 1])
@@ -298,6 +333,28 @@ class TestSpeculationIsExact:
             engine = engine_of(checkpoint, batch=8)
             plug(engine, kind, PROMPTS[:8], answers)
             assert_same_results(decode(engine, PROMPTS[:8], "tree", **wanted), answers)
+
+    def test_f8_a_rejected_draft_carries_no_penalty(self, checkpoint, plain):
+        never = 7
+        wanted = {"frequency_penalty": 2, "repetition_penalty": 1.3, "logit_bias": {never: -100.0}}
+        [answer] = decode(plain, PROMPTS[3:4], **wanted)
+        engine = engine_of(checkpoint, batch=1)
+        drafter = plug(engine, "wrong", PROMPTS[3:4], [answer])
+        seen, draft, choose = [], drafter.draft, engine.ops.choose
+
+        def stubborn(*args):
+            logits = draft(*args)
+            logits[:, :, never] = 50.0
+            return logits
+
+        def watched(logits, positions, params, paths):
+            seen.append([path.output.get(never, 0) for path in paths])
+            return choose(logits, positions, params, paths)
+
+        drafter.draft, engine.ops.choose = stubborn, watched
+        assert_same_results(decode(engine, PROMPTS[3:4], "chain", **wanted), [answer])
+        # At the root it was never said; down the chain of such drafts it counts one more a node.
+        assert len(seen) > 20 and all(counts == list(range(len(counts))) for counts in seen)
 
 
 class TestSampling:
@@ -559,6 +616,20 @@ class TestNotANumber:
         assert failed.finish_reason == "error"
         engine.model.forward = forward
         assert_same_results(decode(engine, [prompt], "tree"), solo(plain, [prompt]))
+
+    @pytest.mark.filterwarnings("error")
+    @pytest.mark.parametrize("wanted", [{"logprobs": 3}, {"temperature": 1.0, "top_p": 0.5}])
+    def test_echo_of_a_broken_prompt_is_an_error_like_others(self, poisoned, wanted):
+        engine = engine_of(poisoned, drafter=True, batch=2)
+        broken, fine = [*PROMPTS[16], POISON, *PROMPTS[17]], PROMPTS[12]
+        params = SamplingParams(max_tokens=6, ignore_eos=True, **wanted)
+        results = engine.generate([broken, fine], params, echo=True)
+        assert [r.finish_reason for r in results] == ["error", "length"]
+        assert len(results[0].prompt_logprobs) == len(broken) - 1
+        known = len(PROMPTS[16]) - 1
+        assert np.isfinite(results[0].prompt_logprobs[:known]).all()
+        assert np.isnan(results[0].prompt_logprobs[known + 1 :]).all()
+        assert np.isfinite(results[1].prompt_logprobs).all()
 
     def test_nan_drafts_cost_steps_and_nothing_else(self, engine, plain):
         draft = engine.drafter.draft
