@@ -272,7 +272,12 @@ class TensorParallel:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
+    """`linear` (dense products) and `moe` (INT4 experts) say which kernels a GPU runs; shapes that
+    tensor cores cannot take run the simple ones. Left out, they follow `activation`."""
+
     activation: str = _key(_choice("float32", "bfloat16"), "float32")
+    linear: str | None = _key(_optional(_choice("simple", "tensor_core")), None)
+    moe: str | None = _key(_optional(_choice("simple", "tensor_core")), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,9 +324,7 @@ _SECTIONS: dict[str, type] = {
 }
 _STATABLE = {f.name: f.metadata["read"] for f in fields(Model) if f.metadata}
 _MODEL_KEYS = ["path", "load", "seed", *_STATABLE]
-_KEYS = {"model": _MODEL_KEYS} | {
-    s: [f.name for f in fields(c)] for s, c in _SECTIONS.items()
-}
+_KEYS = {"model": _MODEL_KEYS} | {s: [f.name for f in fields(c)] for s, c in _SECTIONS.items()}
 
 # Command line over YAML: keyword of `load` -> (section, key, flag, which errors name).
 _OVERRIDES = {
@@ -840,7 +843,8 @@ def _mlp_parts(m: Model, index: int) -> list[_Part]:
 def validate(config: Config, model: Model, drafter: Drafter | None) -> Config:
     """Check every rule that joins the config, the target and the drafter (None where unused).
 
-    Returns the config with `decode.context` filled in from the checkpoint where it is left out.
+    Returns the config with `decode.context`, `kernels.linear` and `kernels.moe` filled in where
+    they are left out.
     Raises UserError.
     """
     source = config.model.path / "config.json"
@@ -863,7 +867,23 @@ def validate(config: Config, model: Model, drafter: Drafter | None) -> Config:
         _check_drafter(drafter, model, config.draft.path)
     _check_tp(config.tp, model, drafter)
     decode = dataclasses.replace(decode, context=decode.context or limit)
-    return dataclasses.replace(config, decode=decode)
+    kernels = _resolve_kernels(config.kernels)
+    return dataclasses.replace(config, decode=decode, kernels=kernels)
+
+
+def _resolve_kernels(kernels: Kernels) -> Kernels:
+    """Every choice made: tensor cores for bfloat16 activations, which are all that they take."""
+    rounded = kernels.activation == "bfloat16"
+    chosen = {}
+    for name in ("linear", "moe"):
+        asked = getattr(kernels, name)
+        if asked == "tensor_core" and not rounded:
+            raise UserError(
+                f"kernels.{name}: tensor_core, but kernels.activation: {kernels.activation}; "
+                "tensor cores take bfloat16 activations: set one of the two"
+            )
+        chosen[name] = asked or ("tensor_core" if rounded else "simple")
+    return dataclasses.replace(kernels, **chosen)
 
 
 def _contradiction(name: str, stated: object, actual: object, source: object) -> UserError:

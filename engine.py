@@ -4,23 +4,33 @@ python engine.py --config nano.yaml --prompt "def fibonacci(n):"
 
 engine = Engine(config.load("nano.yaml"))
 [result] = engine.generate(["def fibonacci(n):"])
+
+With tensor parallelism, rank 0 has the engine that people use. The others follow: each builds the
+same engine on its share of the weights and makes the calls that rank 0's makes (`Order`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
+import signal
 import sys
 import threading
 import time
+import traceback
+import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 import config
 import loader
+import parallel
 import sampling
 import spec_decode
 from cache import CacheFull, LatentCache
@@ -35,6 +45,30 @@ from spec_decode import Speculator, Tree, Walk
 from tokenizer import Tokenizer
 
 MODES = ("ar", "chain", "tree")
+# What a rank that is started here runs; `parallel.start` adds its rank and their number.
+FOLLOWER = [
+    sys.executable,
+    "-c",
+    "import sys; sys.path.insert(0, sys.argv[1]); import engine; sys.exit(engine.started())",
+    str(Path(__file__).resolve().parent),
+]
+
+
+@dataclass(frozen=True)
+class Build:
+    """Rank 0's engine, for the other ranks to have one like it."""
+
+    settings: config.Config
+    device: str
+    debug_kernels: bool
+
+
+@dataclass(frozen=True)
+class Order:
+    """A call of rank 0's engine, for the engines of the other ranks to make too."""
+
+    method: str
+    arguments: tuple
 
 
 @dataclass(frozen=True)
@@ -86,12 +120,20 @@ class Engine:
         *,
         load: bool = True,
         debug_kernels: bool = False,
+        comm: parallel.Comm | None = None,
     ):
         """Read and check everything but the weights; then `load` them, unless told not to yet.
 
         debug_kernels  wait after every kernel, so that one that fails is named
+        comm           the ranks to use, for one engine at a time; None: the launcher's, else `load`
+                       starts tp.size of them on this host. Of a launcher's only rank 0 comes back.
         """
-        checkpoint = loader.open_checkpoint(settings.model.path)
+        if comm is None and (comm := parallel.join()) is not None and comm.rank:
+            raise SystemExit(follow(comm))
+        tp, generate = settings.tp, settings.model.load == "generate"
+        self.rank = comm.rank if comm is not None else tp.only_rank or 0
+        where = dict(generate=generate, rank=self.rank, size=tp.size)
+        checkpoint = loader.open_checkpoint(settings.model.path, **where)
         self.dims = config.parse_model(
             checkpoint.config_json,
             source=str(checkpoint.directory / "config.json"),
@@ -99,14 +141,17 @@ class Engine:
         )
         draft_checkpoint = draft_dims = None
         if settings.draft.path is not None:
-            draft_checkpoint = loader.open_checkpoint(settings.draft.path)
+            draft_checkpoint = loader.open_checkpoint(settings.draft.path, **where)
             draft_dims = config.parse_drafter(
                 draft_checkpoint.config_json,
                 source=str(draft_checkpoint.directory / "config.json"),
             )
         self.settings = settings = config.validate(settings, self.dims, draft_dims)
-        if settings.tp.size > 1:
-            raise UserError(f"tp.size: {settings.tp.size} ranks cannot be started yet; use --tp 1")
+        if comm is not None and comm.size != tp.size:
+            raise UserError(
+                f"tp.size: expected {comm.size}, the number of ranks that were started, got "
+                f"{tp.size}; use --tp {comm.size}"
+            )
         # A checkpoint without a vocabulary still decodes ids; one with a broken one does not.
         self.tokenizer = None
         if (checkpoint.directory / "tiktoken.model").exists():
@@ -114,39 +159,44 @@ class Engine:
         self.eos_ids = loader.generation_stop_ids(checkpoint)
         decode = settings.decode
         self.n_pages = decode.pages or decode.batch * -(-decode.context // decode.leaf)
-        self.plan = loader.plan_target(checkpoint, self.dims)
+        self.plan = loader.plan_target(checkpoint, self.dims, tp=tp, rank=self.rank)
         self.draft_dims, self.draft_plan = draft_dims, None
         if draft_dims is not None:
-            self.draft_plan = loader.plan_drafter(draft_checkpoint, draft_dims, self.dims)
+            self.draft_plan = loader.plan_drafter(
+                draft_checkpoint, draft_dims, self.dims, tp=tp, rank=self.rank
+            )
         self.waiting: deque[Sequence] = deque()  # by arrival
         self.running: list[Sequence] = []  # by arrival
         self.arrivals = 0
         self.lock = threading.Lock()
-        self.ops = make_ops(device, settings, self.dims, debug_kernels)
+        self.debug_kernels = debug_kernels
+        self.ranks, self.comm = comm, None  # `load` brings them together
+        index, needed = (0, 1 if tp.only_rank is not None else tp.size)
+        if comm is not None:
+            index, needed = comm.local_rank, 1
+        self.ops = make_ops(device, settings, self.dims, debug_kernels, index, needed)
         if load:
             self.load()
 
     def load(self, progress: bool = False) -> None:
         """Weights to the device, and an empty cache. What can be wrong with the files was said."""
+        self.meet()
         decode, draft_dims = self.settings.decode, self.draft_dims
         if hasattr(self.ops, "check_fit"):
             self.ops.check_fit(self.dims, draft_dims, decode.leaf, self.settings.draft.budget)
             self.check_memory()
+        common = dict(context=decode.context, span=decode.span)
         self.model = Model(
             self.dims,
-            loader.load_target(self.plan, progress=progress),
+            self.weights(self.plan, progress),
             self.ops,
-            context=decode.context,
-            span=decode.span,
             taps=draft_dims.target_layer_ids if draft_dims else (),
+            rank=self.rank,
+            tp=self.settings.tp,
+            **common,
         )
         self.drafter = draft_dims and Drafter(
-            draft_dims,
-            loader.load_drafter(self.draft_plan, progress=progress),
-            self.ops,
-            self.model,
-            context=decode.context,
-            span=decode.span,
+            draft_dims, self.weights(self.draft_plan, progress), self.ops, self.model, **common
         )
         self.use(self.settings.draft.mode, self.settings.draft.budget)
         self.cache = LatentCache(
@@ -162,22 +212,35 @@ class Engine:
         recorded = hasattr(self.ops, "capture") and not self.ops.debug
         self.rounds = Rounds(self) if recorded else None
 
-    def check_memory(self) -> None:
-        """Raise UserError where weights, cache and scratch are known not to fit on the device."""
+    def weights(self, plan: loader.Plan, progress: bool):
+        """What a plan calls for, from its files or from the seed."""
+        model = self.settings.model
+        if model.load == "generate":
+            return loader.generate_weights(plan, self.ops, model.seed, progress=progress)
+        share = self.shared_reads()
+        return loader.load_target(plan, progress=progress, place=self.ops.place, share=share)
+
+    def forecast(self) -> dict[str, int]:
+        """Bytes that this rank needs on the device: weights, cache and scratch."""
         decode, draft, ops = self.settings.decode, self.draft_dims, self.ops
         width = self.dims.kv_lora_rank + self.dims.qk_rope_head_dim
         entry = self.dims.num_hidden_layers * width
         if draft is not None:
-            entry += draft.num_hidden_layers * 2 * draft.num_key_value_heads * draft.head_dim
+            kv_heads = max(1, draft.num_key_value_heads // self.settings.tp.ranks("o_proj"))
+            entry += draft.num_hidden_layers * 2 * kv_heads * draft.head_dim
         nodes = decode.batch * self.settings.draft.budget
         rows, reach = max(decode.prefill_chunk, nodes), decode.context - 1
         plans = [self.plan, self.draft_plan] if self.draft_plan else [self.plan]
-        need = {
+        return {
             "weights": sum(plan.bytes for plan in plans),
             "cache": self.n_pages * decode.leaf * entry * ops.act.itemsize,
             "scratch": ops.scratch_bytes(self.dims, rows, nodes, reach, decode.leaf, decode.span),
         }
-        free = ops.launcher.free_bytes()
+
+    def check_memory(self) -> None:
+        """Raise UserError where weights, cache and scratch are known not to fit on the device."""
+        need, launcher = self.forecast(), self.ops.launcher
+        free = launcher.free_bytes()
         if sum(need.values()) > free:
             parts = ", ".join(f"{what} {n / 2**30:.2f} GiB" for what, n in need.items())
             lower = {
@@ -186,14 +249,56 @@ class Engine:
                 "scratch": "lower decode.context, decode.prefill_chunk or draft.budget",
             }[max(need, key=need.get)]
             raise UserError(
-                f"{ops.launcher.limits.name}: {free / 2**30:.2f} GiB of memory are free, "
+                f"{launcher.limits.name}: {free / 2**30:.2f} GiB of memory are free, "
                 f"{sum(need.values()) / 2**30:.2f} are needed ({parts}); {lower}"
             )
 
     def use(self, mode: str, budget: int) -> None:
         """Decode with "ar", "chain" or "tree" from now on; nothing but the speed changes."""
+        self.order("use", mode, budget)
         self.mode = mode
         self.speculator = Speculator(self.drafter, self.ops, mode, budget)
+
+    # -- the other ranks
+
+    def meet(self) -> None:
+        """On rank 0: have the other ranks build this engine too. On all: connect the operations."""
+        tp, comm = self.settings.tp, self.ranks
+        if tp.only_rank is not None:
+            self.ops.comm = parallel.Alone(tp.size)
+            return
+        if comm is None and tp.size > 1:
+            comm = parallel.start(tp.size, FOLLOWER)
+        if comm is None:
+            return
+        if comm.rank == 0:
+            comm.broadcast(Build(self.settings, self.ops.name, self.debug_kernels))
+        self.comm = self.ops.comm = parallel.on_device(comm, self.ops.name)
+
+    def order(self, method: str, *arguments) -> None:
+        """On rank 0: the other ranks make this call too."""
+        if self.comm is not None and self.rank == 0:
+            self.comm.broadcast(Order(method, arguments))
+
+    def follow(self) -> object:
+        """On the others: make the calls of rank 0's engine; returns what rank 0 says after them."""
+        while isinstance(said := self.comm.broadcast(), Order):
+            getattr(self, said.method)(*said.arguments)
+        return said
+
+    def close(self) -> None:
+        """End the other ranks; without that they end with this process."""
+        if self.comm is not None:
+            self.comm.close()
+
+    def shared_reads(self) -> loader.Share | None:
+        """What the ranks of a host read together goes through memory of a name new to each load."""
+        if self.comm is None:
+            return None
+        name = self.comm.broadcast(f"kdtree-{uuid.uuid4().hex}" if self.rank == 0 else None)
+        if self.comm.local_size < 2:
+            return None
+        return loader.Share(f"/dev/shm/{name}", self.comm.local_rank, self.comm.local_size)
 
     # -- the step loop
 
@@ -202,6 +307,7 @@ class Engine:
 
         Raises DeviceFault where a kernel fails: the engine cannot be used after it.
         """
+        self.order("step")
         try:
             return self.round()
         except self.ops.faults as error:
@@ -347,7 +453,7 @@ class Engine:
         if len(decided) < len(logits):  # echo asks for logits that decide nothing
             logits = self.ops.take_rows(logits, self.ops.index(decided))
         choices = self.ops.choose(logits, np.concatenate(positions), params, paths)
-        choices = self.ops.download(choices)
+        choices = self.ops.download(self.ops.decided(choices))
         accepted = []
         for part, where in zip(deciding, rows, strict=True):
             mine, choices = choices[: len(where)], choices[len(where) :]
@@ -438,13 +544,26 @@ class Engine:
         ids, limit = self.check(prompt, params)
         params = params if params.greedy else params.with_seed()
         rule = dataclasses.replace(StopRule.of(params, self.eos_ids), max_tokens=limit)
-        options = dict(keep_logits=keep_logits, keep_rounds=keep_rounds, echo=echo)
         with self.lock:
-            self.arrivals += 1
-            sequence = Sequence.start(
-                ids, params, rule, self.arrivals, self.tokenizer, id=id, **options
-            )
-            self.waiting.append(sequence)
+            sequence = self.enqueue(ids, params, rule, keep_rounds, echo)
+            sequence.id, sequence.keep_logits = id, keep_logits
+        return sequence
+
+    def enqueue(self, ids, params, rule, keep_rounds: bool, echo: bool) -> Sequence:
+        """Put a checked request in line."""
+        self.order("enqueue", ids, params, rule, keep_rounds, echo)
+        self.arrivals += 1
+        sequence = Sequence.start(
+            ids,
+            params,
+            rule,
+            self.arrivals,
+            self.tokenizer,
+            id=None,
+            keep_rounds=keep_rounds,
+            echo=echo,
+        )
+        self.waiting.append(sequence)
         return sequence
 
     def check(self, prompt: str | list[int], params: SamplingParams) -> tuple[list[int], int]:
@@ -494,8 +613,14 @@ class Engine:
         """End a request now, keeping what it has emitted."""
         with self.lock:
             if sequence.finish_reason is None:
-                sequence.finish_reason = "cancelled"
-                self.retire(sequence)
+                self.drop(sequence.arrival)
+
+    def drop(self, arrival: int) -> None:
+        """End the live request of this number."""
+        self.order("drop", arrival)
+        sequence = next(s for s in (*self.running, *self.waiting) if s.arrival == arrival)
+        sequence.finish_reason = "cancelled"
+        self.retire(sequence)
 
     def advance(self, sequence: Sequence) -> None:
         """One step, unless another thread has meanwhile ended the sequence."""
@@ -547,17 +672,21 @@ def default_params(settings: config.Config) -> SamplingParams:
     )
 
 
-def make_ops(device: str, settings: config.Config, dims: config.Model, debug: bool = False):
+def make_ops(
+    device: str, settings: config.Config, dims: config.Model, debug=False, index=0, needed=1
+):
     """The operations of "cpu", "cuda", "emulate" (the kernels as host code), or "auto": a GPU where
-    there is one, else the CPU, said in one line. debug: see ops.CudaOps."""
+    there is one, else the CPU, said in one line. debug: see ops.CudaOps; index, needed: see
+    ops.CudaLauncher."""
     activation = settings.kernels.activation
     if device != "cpu":
         import ops  # owns CuPy: nothing else may need it
 
         try:
             emulated = device == "emulate"
-            launcher = ops.EmulatorLauncher() if emulated else ops.CudaLauncher()
-            return ops.CudaOps(activation, launcher=launcher, debug=debug)
+            launcher = ops.EmulatorLauncher() if emulated else ops.CudaLauncher(index, needed)
+            chosen = dict(linear=settings.kernels.linear, moe=settings.kernels.moe)
+            return ops.CudaOps(activation, launcher=launcher, debug=debug, **chosen)
         except UserError as error:
             if device != "auto":
                 raise
@@ -571,15 +700,55 @@ def make_ops(device: str, settings: config.Config, dims: config.Model, debug: bo
     return ReferenceOps(activation, unpack=unpack)
 
 
+def follow(comm: parallel.Comm) -> int:
+    """What a rank other than 0 does: the engines that rank 0 has, until it ends. Returns the exit
+    status; whatever fails here ends all ranks, with rank 0 saying why."""
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to handle
+    logging.disable(logging.WARNING)  # what there is to say of the files, rank 0 says
+    try:
+        said = comm.broadcast()
+        while isinstance(said, Build):
+            said = Engine(
+                said.settings, said.device, debug_kernels=said.debug_kernels, comm=comm
+            ).follow()
+        comm.close()
+        return said.status
+    except (UserError, config.DeviceFault, parallel.RankFailed) as error:
+        comm.fail(str(error))
+    except BaseException:
+        comm.fail(traceback.format_exc().rstrip())
+
+
+def started() -> int:
+    """The whole of a rank that `parallel.start` has started."""
+    return follow(parallel.attach(*map(int, sys.argv[-2:])))
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line (commands.py), under the name that people type."""
     import commands  # here, because it stands on this module
 
-    return commands.main(argv)
+    try:
+        comm = parallel.join()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if comm is not None and comm.rank:
+        return follow(comm)
+    status = 1
+    try:
+        status = commands.main(argv)
+        return status
+    finally:
+        if comm is not None:
+            comm.close(status)
 
 
 if __name__ == "__main__":
-    code = main()
+    import engine  # under its own name, so that every class of it is there once
+
+    code = engine.main()
     sys.stdout.flush()
     if code == config.DEVICE_FAULT:
         os._exit(code)  # nothing of a GPU that has failed can be freed, and trying prints errors

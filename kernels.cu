@@ -191,6 +191,108 @@ typedef Dense<bf16> DenseBf16;
 typedef Int4<float> Int4F32;  // by the type of the scales
 typedef Int4<bf16> Int4Bf16;
 
+// Tensor cores and asynchronous copies; tests/emulator has twins of these names for a CPU. A fragment
+// is what one lane holds of a tile: lane = 4 * g + t.
+#ifndef BULK_COPIES  // one instruction copies kilobytes; before sm_90 every lane copies 16 bytes
+#if defined(KDTREE_EMULATOR) || __CUDA_ARCH__ >= 900
+#define BULK_COPIES 1
+#else
+#define BULK_COPIES 0
+#endif
+#endif
+#ifndef KDTREE_EMULATOR
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// d += a b: 16 x 16 times 16 x 8, bf16, fp32 sums. a: rows g and g + 8 (odd registers), columns
+// 2t, 2t + 1 (and 8 more: registers 2, 3); b: the same columns of row g of its transpose; d: rows g
+// (0, 1) and g + 8 (2, 3), columns 2t, 2t + 1.
+DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#if BULK_COPIES
+DEVICE void mbarrier_init(void* barrier, u32 count) {  // and let the copy engine see it
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;\nfence.mbarrier_init.release.cluster;"
+               :: "r"(shared_address(barrier)), "r"(count) : "memory");
+}
+DEVICE void mbarrier_expect(void* barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+               :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+DEVICE void mbarrier_wait(void* barrier, u32 parity) {
+  asm volatile("{\n.reg .pred done;\nWAIT%=:\n"
+               "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra WAIT%=;\n}"
+               :: "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, void* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+#else
+DEVICE void cp_async_16(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+               :: "r"(shared_address(shared)), "l"(global) : "memory");
+}
+DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
+#endif
+#endif
+
+// One warp's stream of equal pieces through N places in shared memory, in order: N times `start`, then
+// for every piece `get`, read, `replace` by the piece N later. All lanes call each. `there` is false
+// past the end of the stream: the place stays as it is and must not be read.
+template <int N>
+struct Ring {
+  unsigned char* places;  // [N, bytes], 16-byte aligned
+  u64* full;              // [N]: a place's copy has arrived
+  int bytes, place;
+  u32 parity;
+
+  // used: whether this warp will copy anything.
+  DEVICE_METHOD Ring(void* memory, u64* barriers, int size, bool used = true)
+      : places((unsigned char*)memory), full(barriers), bytes(size), place(0), parity(0) {
+#if BULK_COPIES
+    if (used && (threadIdx.x & 31) == 0)
+      for (int i = 0; i < N; i++) mbarrier_init(full + i, 1);
+    __syncwarp();  // the barriers exist before a lane waits at one
+#endif
+  }
+
+  DEVICE_METHOD void start(int to, const unsigned char* from, bool there) {
+    const int lane = threadIdx.x & 31;
+#if BULK_COPIES
+    if (there && lane == 0) {
+      mbarrier_expect(full + to, bytes);
+      bulk_copy(places + to * bytes, from, bytes, full + to);
+    }
+#else
+    if (there)
+      for (int i = 16 * lane; i < bytes; i += 512) cp_async_16(places + to * bytes + i, from + i);
+    cp_async_commit();
+#endif
+  }
+
+  DEVICE_METHOD const unsigned char* get() const {
+#if BULK_COPIES
+    mbarrier_wait(full + place, parity);
+#else
+    cp_async_wait<N - 1>();
+#endif
+    __syncwarp();  // every lane's copies have arrived
+    return places + place * bytes;
+  }
+
+  DEVICE_METHOD void replace(const unsigned char* from, bool there) {
+    __syncwarp();  // all lanes have read the piece before the next one is copied over it
+    start(place, from, there);
+    if (++place == N) place = 0, parity ^= 1;
+  }
+};
+
 // ==== elementwise ====
 
 // grid ceil(n / THREADS), block THREADS. Each output is one element's own arithmetic.

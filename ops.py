@@ -30,7 +30,7 @@ import sampling
 from config import DeviceFault, UserError
 from reference import DraftRows, Int4Weight
 
-FILES = ("kernels.cu", "kernels_decode.cu")
+FILES = ("kernels.cu", "kernels_decode.cu", "kernels_gemm.cu")
 HERE = Path(__file__).resolve().parent
 OPTIONS = ("-std=c++17", "--fmad=false")  # no contraction: it changes bits between kernels (R5)
 THREADS = 256  # of every block
@@ -42,6 +42,7 @@ MAX_SPAN_BLOCKS = 64  # grid of the span loop; a block takes every so-many-th sp
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT32 = np.dtype(np.float32)
 INT32 = np.dtype(np.int32)
+UINT8 = np.dtype(np.uint8)
 UINT64 = np.dtype(np.uint64)
 REQUEST = np.dtype(  # struct Request of the kernels
     [("seed", "u8"), ("top_p", "u8"), ("min_mass", "u8"), ("temperature", "f4"), ("top_k", "i4")]
@@ -532,15 +533,301 @@ class Walks:
     roots: object
 
 
+# ---- tensor cores (kernels_gemm.cu) ------------------------------------------------------------
+
+STEP = 32  # columns of K that two mma take
+MIN_PART = 128  # columns of K in one part, if a leaf is cut at all
+PARTS = 8  # parts of a leaf at most
+EXPERT_ROWS = 128  # rows of one launch over the experts
+DOWN_ROWS = (64, 32, 16, 8)  # rows of one launch of expert_down_mma: the most that fit in a block
+EXPERT_STAGES = 2  # pieces of weight that a warp has in flight
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A variant of the dense kernels: 8 * `eights` rows of x, `wide` tiles of 16 outputs a warp.
+
+    ahead     steps of x that a lane holds; a piece of weight has no more
+    resident  blocks a multiprocessor
+    """
+
+    eights: int
+    wide: int
+    ahead: int
+    resident: int
+
+
+TILES = (
+    Tile(1, 1, ahead=4, resident=2),
+    Tile(2, 1, ahead=4, resident=1),
+    Tile(4, 1, ahead=4, resident=1),
+    Tile(8, 1, ahead=2, resident=1),
+    Tile(1, 2, ahead=4, resident=1),
+    Tile(2, 2, ahead=4, resident=1),
+    Tile(4, 2, ahead=4, resident=1),
+    Tile(8, 2, ahead=1, resident=1),
+)
+ROOMY = 160_000  # shared bytes of a block from which on more is kept in flight
+WIDE_TILES = 384  # from so many tiles of 16 outputs (over warps that share K) on: wide = 2
+
+
+def parts_of(columns: int) -> int:
+    """Equal parts in which tensor cores add a leaf of K (reference.py's table): a power of two,
+    whole steps, so wide that a warp's work is worth it. It depends on the leaf alone (R2)."""
+    parts = config.leaves(columns // STEP, PARTS)
+    while parts > 1 and columns // parts < MIN_PART:
+        parts //= 2
+    return parts
+
+
+def _piece(steps: int, most: int = 4) -> int:
+    """Steps of one copy of weights: as many as divide `steps`."""
+    return next(n for n in range(most, 0, -1) if steps % n == 0)
+
+
+def linear_stages(shared_bytes: int) -> int:
+    """Pieces of weight that a warp of the dense kernels has in flight."""
+    return 3 if shared_bytes >= ROOMY else 2
+
+
+def linear_defines(stages: int) -> Defines:
+    """-D of the dense section: pieces in flight, and the table above."""
+    table = [(f"{name.upper()}_{t.eights}_{t.wide}", getattr(t, name)) for t in TILES
+             for name in ("ahead", "resident")]  # fmt: skip
+    return (("STAGES", stages), *table)
+
+
+def linear_shared_bytes(tile: Tile, stages: int, piece: int, own: int) -> int:
+    """Of the dense kernels; own: parts of K that one warp joins."""
+    sums = WARPS * tile.wide * tile.eights * 512
+    rings = WARPS * stages * (piece * tile.wide * 1024 + 8)
+    return rings + sums * (1 + (own - 1).bit_length())
+
+
+def _work_bytes(experts: int, rows: int, top_k: int) -> int:
+    """struct Work of the expert kernels."""
+    pairs = rows * top_k
+    tiles, words = min(pairs, experts + pairs // 8), _ceil(rows, 32)
+    return 4 * (WARPS + tiles + experts * words) + 2 * (experts + pairs)
+
+
+@dataclass(frozen=True)
+class TensorMatrix:
+    """A bfloat16 weight [out, in] in the order of pack_dense; gate and up interleaved are one.
+
+    parts  of each of the `leaves` of K
+    """
+
+    data: object
+    out_features: int
+    in_features: int
+    leaves: int
+    row_cut: bool
+    wide: int
+
+    @property
+    def parts(self) -> int:
+        return parts_of(self.in_features // self.leaves)
+
+    @property
+    def blocks(self) -> int:
+        return self.data.size // (self.in_features * 2 * 16 * self.wide)
+
+
+@dataclass(frozen=True)
+class TensorMlp:
+    """A dense gated MLP; gate_up has 2 * width outputs."""
+
+    gate_up: TensorMatrix
+    down: TensorMatrix
+    leaves: int
+
+
+@dataclass(frozen=True)
+class TensorExperts:
+    """INT4 experts in the order of pack_int4, `leaves` parts of the width.
+
+    up_groups, down_groups  quantisation groups in a piece
+    """
+
+    gate_up: object
+    down: object
+    experts: int
+    width: int
+    hidden: int
+    leaves: int
+    up_groups: int
+    down_groups: int
+
+    @property
+    def parts(self) -> int:
+        return parts_of(self.hidden)
+
+    @property
+    def defines(self) -> Defines:
+        return (
+            ("STAGES", EXPERT_STAGES),
+            ("PARTS", self.parts),
+            ("UP_GROUPS", self.up_groups),
+            ("DOWN_GROUPS", self.down_groups),
+        )
+
+    def up_shared_bytes(self, rows: int, top_k: int) -> int:
+        rings = self.parts * EXPERT_STAGES * (576 * self.up_groups + 8)
+        return rings + 2 * self.parts * 1024 + _work_bytes(self.experts, rows, top_k)
+
+    def down_shared_bytes(self, rows: int, top_k: int) -> int:
+        rings = WARPS * EXPERT_STAGES * (576 * self.down_groups + 8)
+        slots = rows * 128 * (top_k + (self.leaves - 1).bit_length()) + 4 * rows * top_k
+        return rings + slots + _work_bytes(self.experts, rows, top_k)
+
+
+class TensorCoreKernels:
+    """Products of bfloat16 activations on tensor cores: a part of CudaOps."""
+
+    @staticmethod
+    def _packable(weight, leaves: int) -> bool:
+        """Whether tensor cores take this weight [..., out, in] with K in so many leaves."""
+        if isinstance(weight, Int4Weight) or weight.dtype != BFLOAT16:
+            return False
+        return weight.shape[-1] % (leaves * STEP) == 0 and math.prod(weight.shape[:-2]) == 1
+
+    def _pack_dense(self, a, b, leaves=1, row_cut=False, wide: int | None = None) -> TensorMatrix:
+        """[.., out, in], or with b gate and up together. wide: None to choose."""
+        rows, k = a.shape[-2:]
+        stride, offset, outputs = (16, 8, rows) if b is None else (8, 0, 2 * rows)
+        tiles, sharing = _ceil(outputs, 16), WARPS // min(PARTS, leaves * parts_of(k // leaves))
+        if wide is None:
+            roomy = self.launcher.limits.shared_bytes >= ROOMY
+            wide = 2 if roomy and b is None and tiles // sharing >= WIDE_TILES else 1
+        blocks = _ceil(tiles, wide)
+        sent = [self.launcher.upload(w).reshape(rows, k) for w in (a, a if b is None else b)]
+        data = self.empty((blocks * wide * 16 * k * 2,), UINT8)
+        n = data.size // 16
+        self._launch(
+            "pack", "pack_dense", (_ceil(n, THREADS),), *sent, data, rows, k, stride, offset, wide,
+            np.int64(n),
+        )  # fmt: skip
+        return TensorMatrix(data, outputs, k, leaves, row_cut, wide)
+
+    def _pack_experts(self, gate: Int4Weight, up: Int4Weight, down: Int4Weight, leaves: int):
+        """TensorExperts, or None where the shape does not allow it."""
+        weights, n = (gate, up, down), len(gate.packed)
+        hidden, width = gate.in_features, gate.out_features
+        if any(w.scales.dtype != BFLOAT16 or w.group_size != STEP for w in weights) or n == 1:
+            return None
+        if hidden % STEP or width % 16 or width % (leaves * STEP):
+            return None
+        up_groups = _piece(hidden // parts_of(hidden) // STEP)
+        down_groups = _piece(width // leaves // STEP)
+        codes = [self.launcher.upload(w.packed.view(np.int32)) for w in weights]
+        scales = [self.launcher.upload(w.scales) for w in weights]
+
+        def pack(a, b, rows, k, tiles, groups, stride, offset):
+            data = self.empty((n * tiles * (k // STEP) * 288,), UINT8)
+            words = data.size // 4
+            self._launch(
+                "pack", "pack_int4", (_ceil(words, THREADS),), codes[a], codes[b], scales[a],
+                scales[b], data, rows, k, tiles, groups, stride, offset, np.int64(words),
+            )  # fmt: skip
+            return data
+
+        return TensorExperts(
+            pack(0, 1, width, hidden, width // 8, up_groups, 8, 0),
+            pack(2, 2, hidden, width, hidden // 16, down_groups, 16, 8),
+            n, width, hidden, leaves, up_groups, down_groups,
+        )  # fmt: skip
+
+    def _tile(self, rows: int, weight: TensorMatrix, parts: int) -> tuple[Tile, int, int, int]:
+        """The variant for so many rows: (tile, stages, piece, shared bytes); fewer rows a block
+        where the block has too little memory."""
+        part_steps = weight.in_features // STEP // weight.leaves // weight.parts
+        own, most = max(1, parts // WARPS), self.launcher.limits.shared_bytes
+        stages = linear_stages(most)
+        variants = [t for t in TILES if t.wide == weight.wide]
+        enough = next((t.eights for t in variants if 8 * t.eights >= rows), variants[-1].eights)
+        for tile in reversed(variants):
+            piece = _piece(part_steps, tile.ahead)
+            need = linear_shared_bytes(tile, stages, piece, own)
+            if tile.eights <= enough and need <= most:
+                break
+        return tile, stages, piece, need
+
+    def _mma(self, kernel: str, x, weight: TensorMatrix, out, columns: tuple, leaf=None) -> None:
+        """x times a packed weight into `out`; with `leaf`, only that leaf's columns of K.
+
+        columns  the kernel's arguments around T
+        """
+        parts = weight.parts * (weight.leaves if leaf is None else 1)
+        steps = weight.in_features // STEP
+        part_steps = steps // weight.leaves // weight.parts
+        tile, stages, piece, shared = self._tile(len(x), weight, parts)
+        items = _ceil(weight.blocks, WARPS // min(parts, WARPS))
+        processors = self.launcher.limits.processors
+        resident = max(1, min(tile.resident, self.launcher.limits.shared_bytes // shared))
+        grid = (min(items, resident * processors), _ceil(len(x), 8 * tile.eights))
+        before, after = columns
+        self._launch(
+            "linear_mma", f"{kernel}_{tile.eights}_{tile.wide}", grid, x, weight.data, out,
+            *before, len(x), *after, weight.in_features, weight.blocks, steps,
+            (leaf or 0) * part_steps * weight.parts, parts, part_steps, piece,
+            shared_bytes=shared, defines=linear_defines(stages),
+        )  # fmt: skip
+
+    def _mma_gate_up(self, op: str, x, weight: TensorMlp):
+        x = self._take(op, "x", x, self.act, None, weight.gate_up.in_features, aligned=True)
+        width = weight.gate_up.out_features // 2
+        h = self.empty((len(x), width), self.act)
+        self._mma("gate_up_mma", x, weight.gate_up, h, ((), (width,)))
+        return h
+
+    def _mma_experts(self, x, ids, weights, experts: TensorExperts, shared):
+        """`moe` with packed experts, before ranks join."""
+        e = experts
+        x = self._take("moe", "x", x, self.act, None, e.hidden, aligned=True)
+        n, top_k = len(x), ids.shape[1]
+        ids = self._take("moe", "ids", ids, INT32, n, top_k)
+        weights = self._take("moe", "weights", weights, FLOAT32, n, top_k)
+        h = self.empty((n * top_k, e.width), self.act)
+        out = self.empty((n, e.hidden))
+        limits, blocks = self.launcher.limits, e.width // 16
+        chunks = e.hidden // e.parts // STEP // e.up_groups
+        for first in range(0, n, EXPERT_ROWS):
+            rows = slice(first, min(n, first + EXPERT_ROWS))
+            count = rows.stop - first
+            need, pairs = e.up_shared_bytes(count, top_k), count * top_k
+            resident = max(1, min(3, limits.shared_bytes // (need + 1024)))
+            most = min(pairs, e.experts + pairs // 8) * blocks
+            self._launch(
+                "experts_mma", "expert_gate_up_mma", (min(most, resident * limits.processors),),
+                x[rows], ids[rows], e.gate_up, h[first * top_k :], count, top_k, e.experts, blocks,
+                chunks, shared_bytes=need, defines=e.defines,
+            )  # fmt: skip
+        beside = out if shared is None else self._shared_leaves(x, shared, e.leaves)
+        step = next(r for r in DOWN_ROWS if e.down_shared_bytes(r, top_k) <= limits.shared_bytes)
+        for first in range(0, n, step):
+            rows = slice(first, min(n, first + step))
+            count = rows.stop - first
+            self._launch(
+                "experts_mma", "expert_down_mma", (e.hidden // 32,), h[first * top_k :], ids[rows],
+                weights[rows], e.down, beside[rows], out[rows], count, top_k, e.experts, e.width,
+                e.hidden, e.leaves, int(shared is not None),
+                shared_bytes=e.down_shared_bytes(count, top_k), defines=e.defines,
+            )  # fmt: skip
+        return out
+
+
 # ---- the operations ----------------------------------------------------------------------------
 
 
-class CudaOps:
+class CudaOps(TensorCoreKernels):
     """The operations of `reference.ReferenceOps` by the kernels of kernels.cu.
 
     activation  "float32" or "bfloat16"
     comm        joins the leaf sums of several ranks (parallel.Comm); None for one rank
     launcher    CudaLauncher or EmulatorLauncher
+    linear, moe "simple" or "tensor_core": kernels of dense products and of INT4 experts, where the
+                shape allows; None: tensor cores for bfloat16. fp32 activations are always simple
     poison      new buffers are filled with NaN: what a kernel forgot to write then shows
     debug       waits after every launch, so that a fault names its operation; nothing is recorded
     listener    called with every Launch, after it
@@ -553,6 +840,8 @@ class CudaOps:
         comm=None,
         launcher=None,
         *,
+        linear: str | None = None,
+        moe: str | None = None,
         poison: bool = False,
         debug: bool = False,
         directory: Path = HERE,
@@ -562,6 +851,9 @@ class CudaOps:
         self.name = self.launcher.name
         self.poison, self.debug = poison, debug
         self.act = BFLOAT16 if activation == "bfloat16" else FLOAT32
+        self.tensor_linear, self.tensor_experts = (
+            self.act == BFLOAT16 and asked != "simple" for asked in (linear, moe)
+        )
         self.directory, self.sections = directory, read_sections(directory)
         self._functions: dict[tuple, object] = {}
         self._modules: dict[tuple, object] = {}
@@ -834,12 +1126,22 @@ class CudaOps:
             )
         return Matrix(kind, data, uploaded, group, parts, shape[-2], in_features, leaves, row_cut)
 
-    def prepare(self, weight, *, shards: int = 1, row_cut: bool = False) -> Matrix:
+    def prepare(self, weight, *, shards: int = 1, row_cut: bool = False) -> Matrix | TensorMatrix:
         """A matrix for `linear`. Only K is cut in leaves: column shards cannot change a sum."""
+        if self.tensor_linear and self._packable(weight, shards if row_cut else 1):
+            return self._pack_dense(weight, None, shards if row_cut else 1, row_cut)
         return self._matrix(weight, shards if row_cut else 1, row_cut)
 
-    def prepare_mlp(self, gate, up, down, n_leaves: int) -> Mlp:
+    def prepare_mlp(self, gate, up, down, n_leaves: int) -> Mlp | TensorMlp | TensorExperts:
         """Stacks [E, width, hidden], [E, width, hidden], [E, hidden, width], dense or INT4."""
+        if self.tensor_experts and all(isinstance(w, Int4Weight) for w in (gate, up, down)):
+            packed = self._pack_experts(gate, up, down, n_leaves)
+            if packed is not None:
+                return packed
+        fits = all(self._packable(w, n) for w, n in ((gate, 1), (up, 1), (down, n_leaves)))
+        if self.tensor_linear and fits:
+            down = self._pack_dense(down, None, n_leaves, True)
+            return TensorMlp(self._pack_dense(gate, up), down, n_leaves)
         if n_leaves > 8:  # expert_down holds one leaf in every four lanes of a warp
             raise UserError(f"prepare_mlp: {n_leaves} leaves, expected at most 8")
         return Mlp(
@@ -894,8 +1196,13 @@ class CudaOps:
         return self.comm.tree_sum(y) if weight.row_cut and self.comm is not None else y
 
     def _linear(self, op: str, x, weight: Matrix, columns: int):
-        x = self._take(op, "x", x, self.act, None, weight.in_features, aligned=weight.group > 1)
+        packed = isinstance(weight, TensorMatrix)
+        aligned = packed or weight.group > 1
+        x = self._take(op, "x", x, self.act, None, weight.in_features, aligned=aligned)
         y = self.empty((len(x), columns))
+        if packed:
+            self._mma("linear_mma", x, weight, y, ((columns,), (columns,)))
+            return y
         grid = (_ceil(columns, WARPS), _ceil(len(x), ROWS))
         self._launch(
             "linear", "linear", grid, x, weight.data, weight.scales, weight.group, y, len(x),
@@ -1072,6 +1379,8 @@ class CudaOps:
         return self.linear(self._dense_gate_up("mlp", x, weight), weight.down)
 
     def _dense_gate_up(self, op: str, x, weight: Mlp):
+        if isinstance(weight, TensorMlp):
+            return self._mma_gate_up(op, x, weight)
         gate, up = weight.gate, weight.up
         x = self._take(op, "x", x, self.act, None, gate.in_features, aligned=gate.group > 1)
         h = self.empty((len(x), gate.out_features), self.act)
@@ -1084,6 +1393,9 @@ class CudaOps:
 
     def moe(self, x, ids, weights, experts: Mlp, shared: Mlp | None):
         """Routed and shared experts -> fp32 [T, hidden] (R4). Ids outside [0, E) are filler."""
+        if isinstance(experts, TensorExperts):
+            out = self._mma_experts(x, ids, weights, experts, shared)
+            return out if self.comm is None else self.comm.tree_sum(out)
         gate, up, down = experts.gate, experts.up, experts.down
         x = self._take("moe", "x", x, self.act, None, gate.in_features, aligned=gate.group > 1)
         n, (top_k, e, width) = len(x), (ids.shape[1], gate.parts, gate.out_features)
@@ -1122,6 +1434,12 @@ class CudaOps:
             )
         h = self._dense_gate_up("moe", x, shared)
         y = self.empty((len(x), leaves, down.out_features))
+        if isinstance(down, TensorMatrix):
+            for leaf in range(leaves):
+                of_leaf = y.reshape(-1)[leaf * down.out_features :]
+                columns = ((leaves * down.out_features,), (down.out_features,))
+                self._mma("linear_mma", h, down, of_leaf, columns, leaf)
+            return y
         grid = (_ceil(down.out_features, WARPS), _ceil(len(x), ROWS))
         self._launch(
             "linear", "linear_leaves", grid, h, down.data, down.scales, down.group, y, len(x),

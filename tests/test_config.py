@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import pickle
 
@@ -482,6 +483,21 @@ def test_c3_the_limit_is_the_models_own_and_scaled_once(settings):
     assert config.validate(settings(context=64), model, None).decode.context == 64
     refused(
         lambda: config.validate(settings(context=65), model, None), "decode.context", "64", "65"
+    )
+
+
+def test_kernels_follow_the_activation(settings):
+    def chosen(**asked):
+        kernels = config.Kernels(**asked)
+        config_ = dataclasses.replace(settings(), kernels=kernels)
+        kernels = config.validate(config_, target(), None).kernels
+        return kernels.linear, kernels.moe
+
+    assert chosen() == ("simple", "simple")
+    assert chosen(activation="bfloat16") == ("tensor_core", "tensor_core")
+    assert chosen(activation="bfloat16", linear="simple") == ("simple", "tensor_core")
+    refused(
+        lambda: chosen(moe="tensor_core"), "kernels.moe", "tensor_core", "activation: float32"
     )
 
 

@@ -18,7 +18,11 @@ core = pytest.importorskip("cuda.core", reason="compiling needs cuda-core and nv
 ARCHITECTURES = {"sm_80": 166_912, "sm_90": 232_448, "sm_120": 101_376}  # shared bytes of a block
 TARGET = ops.attention_defines(key=576, value=512, leaf=64, span=4)
 DRAFTER = ops.attention_defines(key=128, value=128, leaf=64, span=4)
+EXPERTS = ops.TensorExperts(
+    None, None, experts=384, width=256, hidden=7168, leaves=1, up_groups=4, down_groups=4
+)
 VARIANTS = {
+    "experts_mma": [EXPERTS.defines],
     "embed": [(("TABLE", t),) for t in ops.TYPES.values()],
     "absorb": [(("TABLE", t),) for t in ops.TYPES.values()],
     "attention": [TARGET, DRAFTER],
@@ -31,6 +35,8 @@ DYNAMIC = {  # shared bytes that ops.py asks for, by kernel or kernel and define
     ("latent_spans", TARGET): ops.SHARED_BYTES["latent_spans"](576, 64),
     ("block_spans", DRAFTER): ops.SHARED_BYTES["block_spans"](128, 64),
     "latent_query": ops.SHARED_BYTES["latent_query"](nope=128),
+    "expert_gate_up_mma": EXPERTS.up_shared_bytes(rows=128, top_k=8),
+    "expert_down_mma": EXPERTS.down_shared_bytes(rows=32, top_k=8),
     "route": ops.SHARED_BYTES["route"](experts=384),
     "sort_pairs": ops.SHARED_BYTES["sort_pairs"](),
     "top_log_probs": ops.SHARED_BYTES["top_log_probs"](k=64),
@@ -57,6 +63,15 @@ def compile_section(section: str, architecture: str, activation: str, defines) -
     return log.getvalue()
 
 
+def dense_bytes(kernel: str, architecture: str) -> int | None:
+    """Most dynamic shared bytes of a dense tensor-core kernel with K in at most 8 parts."""
+    most = ARCHITECTURES[architecture]
+    eights, wide = map(int, kernel.split("_")[-2:])
+    [tile] = [t for t in ops.TILES if (t.eights, t.wide) == (eights, wide)]
+    need = ops.linear_shared_bytes(tile, ops.linear_stages(most), tile.ahead, own=1)
+    return need if need <= most else None
+
+
 @pytest.mark.parametrize("activation", ("float32", "bfloat16"))
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_section_compiles(architecture: str, activation: str, capsys) -> None:
@@ -64,12 +79,22 @@ def test_every_section_compiles(architecture: str, activation: str, capsys) -> N
     for section in ops.read_sections():
         if section == "prelude":
             continue
-        for defines in VARIANTS.get(section, [()]):
+        if section.endswith("_mma") and activation == "float32":
+            continue  # tensor cores take bfloat16 activations
+        variants = VARIANTS.get(section, [()])
+        if section == "linear_mma":
+            variants = [ops.linear_defines(ops.linear_stages(ARCHITECTURES[architecture]))]
+        for defines in variants:
             text = compile_section(section, architecture, activation, defines)
             for kernel, stores, loads, registers, rest in PTXAS.findall(text):
                 static = int((re.search(r"(\d+) bytes smem", rest) or [0, 0])[1])
                 dynamic = DYNAMIC.get((kernel, defines), DYNAMIC.get(kernel, 0))
                 name = " ".join([kernel, *(str(v) for _, v in defines)])
+                if section == "linear_mma":
+                    dynamic = dense_bytes(kernel, architecture)
+                    name = kernel
+                    if dynamic is None:
+                        continue  # ops.py does not launch it here
                 rows.append(f"| {name} | {registers} | {static} | {dynamic} |")
                 if int(stores) or int(loads):
                     faults.append(f"{name}: spills {stores} + {loads} bytes")

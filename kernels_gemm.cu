@@ -1,0 +1,649 @@
+// Matrix products of bfloat16 activations on tensor cores: what ops.py runs in place of the simple
+// kernels where the config asks for it and the shape allows it.
+//
+// Weights lie on the 16 side of mma m16n8k16, rows of x on the 8 side, so one packing serves every T.
+// A row of x is one column of an mma and shares no arithmetic with its neighbours (R1). K goes in
+// steps of 32 columns, ascending, two mma each; in both lane (g, t) holds columns 8t .. 8t + 3 or
+// 8t + 4 .. 8t + 7 of the step, which are 16 neighbouring bytes of x.
+//
+// All copies of weights are asynchronous, through a ring of STAGES places a warp (-DSTAGES).
+
+// ==== pack ====
+
+// Weights to the order in which warps read them, once at load. Tile i of 16 rows: rows g = 0 .. 7 are
+// rows stride * i + g of a, rows 8 + g are rows stride * i + offset + g of b. Gate and up interleave
+// (stride 8, offset 0: one lane then holds a gate and its up), a plain matrix has a = b, stride 16,
+// offset 8.
+
+// grid ceil(n / THREADS); a thread makes one lane's 16 bytes of one mma.
+KERNEL pack_dense(const bf16* a,  // [rows, K]
+                  const bf16* b,  // likewise
+                  uint4* out,     // [blocks, K / 32, wide, 2, 32]; wide tiles a block; rows past the
+                                  // last are zero
+                  int rows, int K, int stride, int offset, int wide, i64 n) {
+  const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
+  if (i >= n) return;
+  const int lane = i % 32, half = i / 32 % 2, m = i / 64 % wide;
+  const i64 rest = i / (64 * wide), tile = rest / (K / 32) * wide + m;
+  const int column = rest % (K / 32) * 32 + lane % 4 * 8 + half * 4;
+  const i64 low = tile * stride + lane / 4, high = low + offset;
+  uint2 p = {0, 0}, q = {0, 0};
+  if (low < rows) p = *(const uint2*)(a + low * K + column);
+  if (high < rows) q = *(const uint2*)(b + high * K + column);
+  out[i] = uint4{p.x, q.x, p.y, q.y};
+}
+
+// INT4 experts, 2 tiles a block, K in chunks of `groups` quantisation groups of 32. A chunk of a tile:
+// codes, 64 * groups words, by pairs of groups (single groups if odd), lane, group, half; then scales
+// of rows g and 8 + g as one word, 8 * groups, by g, group. grid ceil(n / THREADS); a thread makes one
+// word.
+KERNEL pack_int4(const u32* a,          // [E, rows, K / 8], the published packing
+                 const u32* b,          // likewise
+                 const bf16* a_scales,  // [E, rows, K / 32]
+                 const bf16* b_scales,  // likewise
+                 void* packed,          // u32 [E, tiles / 2, K / 32 / groups, 2, 72 * groups]
+                 int rows, int K, int tiles, int groups, int stride, int offset, i64 n) {
+  const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
+  if (i >= n) return;
+  u32* out = (u32*)packed;
+  const int words = 72 * groups, chunks = K / 32 / groups;
+  int w = i % words;
+  const i64 rest = i / words / 2, e = rest / chunks / (tiles / 2);
+  const int tile = rest / chunks % (tiles / 2) * 2 + i / words % 2, chunk = rest % chunks;
+  const i64 low = e * rows + tile * stride, high = low + offset;
+  if (w >= 64 * groups) {
+    w -= 64 * groups;
+    const int g = w / groups, column = chunk * groups + w % groups;
+    out[i] = (u32)a_scales[(low + g) * (K / 32) + column].bits |
+             (u32)b_scales[(high + g) * (K / 32) + column].bits << 16;
+    return;
+  }
+  const int together = groups % 2 ? 1 : 2, each = 2 * together;
+  const int lane = w / each % 32, group = w / (32 * each) * together + w % each / 2, half = w % 2;
+  const int word = (chunk * groups + group) * 4 + lane % 4;
+  const u32 p = a[(low + lane / 4) * (K / 8) + word] >> (16 * half);
+  const u32 q = b[(high + lane / 4) * (K / 8) + word] >> (16 * half);
+  // Nibbles 0 and 4 are columns 0, 1 of the lower row, 1 and 5 of the upper; 2, 6, 3, 7: columns 2, 3.
+  u32 code = 0;
+#pragma unroll
+  for (int c = 0; c < 4; c++) {
+    code |= ((p >> (4 * c)) & 15u) << (16 * (c % 2) + 8 * (c / 2));
+    code |= ((q >> (4 * c)) & 15u) << (16 * (c % 2) + 8 * (c / 2) + 4);
+  }
+  out[i] = code;
+}
+
+// ==== linear_mma ====
+
+// Sums over K in `parts` equal parts (a power of two), joined pairwise; a part adds its steps
+// ascending. A block owns `columns` blocks of MW tiles of 16 outputs, for NT * 8 rows of x; its eight
+// warps share out parts and columns: warp w takes parts of share w % split, column w / split. A warp
+// with several parts joins them as a binary counter carries. AHEAD: steps of x in flight, and at most
+// so many steps in a chunk of weights.
+struct Shape {
+  int stride;  // elements between rows of x
+  int blocks;  // of MW tiles
+  int steps;   // K / 32 of the whole matrix
+  int first;   // step that this sum begins with
+  int parts, part_steps, chunk;  // chunk: steps of one copy, divides part_steps
+};
+
+// Calls finish(tile, n, v) for every tile of outputs and every eight rows of x: v.x, v.y are output
+// 16 tile + g of rows 8n + 2t and 8n + 2t + 1, v.z, v.w those of output 16 tile + 8 + g.
+// Shared: rings, then [WARPS, MW, NT, 32] float4 sums, then as many for each level of waiting parts,
+// then barriers.
+template <int NT, int MW, int AHEAD, class Finish>
+DEVICE void products(const bf16* x, const unsigned char* weight, int T, const Shape& s,
+                     const Finish& finish) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  constexpr int STEP = MW * 1024;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int split = min(s.parts, WARPS), columns = WARPS / split;
+  const int share = warp % split, column = warp / split;
+  const int own = s.parts / split, steps = own * s.part_steps, chunks = steps / s.chunk;
+  const int part_chunks = s.part_steps / s.chunk, units = columns * MW * NT;
+  const int bytes = s.chunk * STEP, items = (s.blocks + columns - 1) / columns;
+  float4* sums = (float4*)(memory + WARPS * STAGES * bytes);
+  float4* waiting = sums + WARPS * MW * NT * 32 + warp * MW * NT * 32;
+  int levels = 0;
+  while ((1 << levels) < own) levels++;
+  u64* barriers = (u64*)(sums + (levels + 1) * WARPS * MW * NT * 32);
+  Ring<STAGES> ring(memory + warp * STAGES * bytes, barriers + warp * STAGES, bytes);
+
+  int put_item = blockIdx.x, put_chunk = 0;
+  const unsigned char* from;
+  auto locate = [&] {
+    const i64 block = (i64)put_item * columns + column;
+    from = weight + (block * s.steps + s.first + share * steps) * STEP;
+  };
+  auto there = [&] { return put_item * columns + column < s.blocks; };
+  auto advance = [&] {
+    from += bytes;
+    if (++put_chunk == chunks) put_chunk = 0, put_item += gridDim.x, locate();
+  };
+  locate();
+#pragma unroll
+  for (int i = 0; i < STAGES; i++) ring.start(i, from, there()), advance();
+
+  const int row = g * s.stride + (s.first + share * steps) * 32 + t * 8;  // of 64 rows: an int does
+  uint4 b[AHEAD][NT] = {};  // of one chunk; rows past the last stay zero
+  auto load = [&](int k, int chunk) {
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+      if (n * 8 + g < T)
+        b[k][n] = *(const uint4*)(x + row + n * 8 * s.stride + (chunk * s.chunk + k) * 32);
+  };
+#pragma unroll
+  for (int k = 0; k < AHEAD; k++)
+    if (k < s.chunk) load(k, 0);
+
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    float sum[MW][NT][4] = {};
+    if (item * columns + column < s.blocks) {  // else this was the block's last item
+#pragma unroll 1
+      for (int c = 0; c < chunks; c++) {
+        const uint4* w = (const uint4*)ring.get() + lane;
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+          if (k >= s.chunk) break;
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            u32 a[MW][4];
+#pragma unroll
+            for (int m = 0; m < MW; m++) {
+              const uint4 v = w[((k * MW + m) * 2 + half) * 32];
+              a[m][0] = v.x, a[m][1] = v.y, a[m][2] = v.z, a[m][3] = v.w;
+            }
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+              for (int m = 0; m < MW; m++)
+                if (half == 0) mma_bf16(sum[m][n], a[m], b[k][n].x, b[k][n].y);
+                else mma_bf16(sum[m][n], a[m], b[k][n].z, b[k][n].w);
+          }
+          load(k, c + 1 == chunks ? 0 : c + 1);  // the same step of the next chunk
+        }
+        ring.replace(from, there());
+        advance();
+        if (own == 1 || (c + 1) % part_chunks) continue;
+        const int part = c / part_chunks;
+#pragma unroll
+        for (int m = 0; m < MW; m++)
+#pragma unroll
+          for (int n = 0; n < NT; n++) {
+            float4* of = waiting + (m * NT + n) * 32 + lane;  // read and written by this lane alone
+            float4 v = {sum[m][n][0], sum[m][n][1], sum[m][n][2], sum[m][n][3]};
+            int level = 0;
+            for (; (part >> level) & 1; level++) {
+              const float4 left = of[level * WARPS * MW * NT * 32];
+              v.x = __fadd_rn(left.x, v.x), v.y = __fadd_rn(left.y, v.y);
+              v.z = __fadd_rn(left.z, v.z), v.w = __fadd_rn(left.w, v.w);
+            }
+            if (part + 1 < own) {
+              of[level * WARPS * MW * NT * 32] = v;
+              v = float4{0, 0, 0, 0};
+            }
+            sum[m][n][0] = v.x, sum[m][n][1] = v.y, sum[m][n][2] = v.z, sum[m][n][3] = v.w;
+          }
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < MW; m++)
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+        sums[(share * units + (column * MW + m) * NT + n) * 32 + lane] =
+            float4{sum[m][n][0], sum[m][n][1], sum[m][n][2], sum[m][n][3]};
+    __syncthreads();  // all shares of a sum are there before they are joined
+    for (int u = warp; u < units; u += WARPS) {
+      float4 v[WARPS];
+#pragma unroll
+      for (int i = 0; i < WARPS; i++)
+        if (i < split) v[i] = sums[(i * units + u) * 32 + lane];
+#pragma unroll
+      for (int d = 1; d < WARPS; d <<= 1)
+        if (d < split)
+#pragma unroll
+          for (int i = 0; i < WARPS; i += 2 * d) {
+            v[i].x = __fadd_rn(v[i].x, v[i + d].x), v[i].y = __fadd_rn(v[i].y, v[i + d].y);
+            v[i].z = __fadd_rn(v[i].z, v[i + d].z), v[i].w = __fadd_rn(v[i].w, v[i + d].w);
+          }
+      const int block = item * columns + u / (MW * NT);
+      if (block < s.blocks) finish(block * MW + u / NT % MW, u % NT, v[0]);
+    }
+    if (item + gridDim.x < items) __syncthreads();  // joined before the next item writes `sums`
+  }
+}
+
+// y[t, o] = sum over k of x[t, k] w[o, k]. grid (blocks shared out, ceil(T / (8 NT))), block THREADS.
+template <int NT, int MW, int AHEAD>
+DEVICE void linear_mma(const bf16* x, const unsigned char* weight, float* y, int y_stride, int T,
+                       int out, const Shape& s) {
+  const int first = blockIdx.y * NT * 8, rows = min(T - first, NT * 8), lane = threadIdx.x & 31;
+  y += (i64)first * y_stride;
+  auto finish = [&](int tile, int n, float4 v) {
+    const int o = tile * 16 + lane / 4, t = n * 8 + lane % 4 * 2;
+    const float low[2] = {v.x, v.y}, high[2] = {v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      if (t + i >= rows) continue;
+      float* to = y + (i64)(t + i) * y_stride + o;
+      if (o < out) to[0] = low[i];
+      if (o + 8 < out) to[8] = high[i];
+    }
+  };
+  products<NT, MW, AHEAD>(x + (i64)first * s.stride, weight, rows, s, finish);
+}
+
+// h[t, c] = SiLU(gate) * up, rounded: tiles hold 8 gates and their 8 ups. Same grid.
+template <int NT, int AHEAD>
+DEVICE void gate_up_mma(const bf16* x, const unsigned char* weight, bf16* h, int T, int width,
+                        const Shape& s) {
+  const int first = blockIdx.y * NT * 8, rows = min(T - first, NT * 8), lane = threadIdx.x & 31;
+  h += (i64)first * width;
+  auto finish = [&](int tile, int n, float4 v) {
+    const int o = tile * 8 + lane / 4, t = n * 8 + lane % 4 * 2;
+    if (o >= width) return;
+    if (t < rows) store(h + (i64)t * width + o, __fmul_rn(silu(v.x), v.z));
+    if (t + 1 < rows) store(h + (i64)(t + 1) * width + o, __fmul_rn(silu(v.y), v.w));
+  };
+  products<NT, 1, AHEAD>(x + (i64)first * s.stride, weight, rows, s, finish);
+}
+
+// Names: linear_mma_NT_MW, gate_up_mma_NT_1; -DAHEAD_NT_MW, -DRESIDENT_NT_MW blocks a multiprocessor.
+// x [T, stride], 16-byte aligned rows; weight of pack_dense.
+#define LINEAR(NT, MW)                                                                             \
+  extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_##NT##_##MW)                      \
+  linear_mma_##NT##_##MW(const bf16* x, const unsigned char* weight,                               \
+                         float* y /* [T, y_stride] */, int y_stride, int T, int out, int stride,   \
+                         int blocks, int steps, int first, int parts, int part_steps,              \
+                         int chunk) {                                                              \
+    const Shape s = {stride, blocks, steps, first, parts, part_steps, chunk};                      \
+    linear_mma<NT, MW, AHEAD_##NT##_##MW>(x, weight, y, y_stride, T, out, s);                      \
+  }
+#define GATE_UP(NT)                                                                                \
+  extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_##NT##_1) gate_up_mma_##NT##_1(   \
+      const bf16* x, const unsigned char* weight, bf16* h /* [T, width] */, int T, int width,      \
+      int stride, int blocks, int steps, int first, int parts, int part_steps, int chunk) {        \
+    const Shape s = {stride, blocks, steps, first, parts, part_steps, chunk};                      \
+    gate_up_mma<NT, AHEAD_##NT##_1>(x, weight, h, T, width, s);                                    \
+  }
+LINEAR(1, 1)
+LINEAR(2, 1)
+LINEAR(4, 1)
+LINEAR(8, 1)
+LINEAR(1, 2)
+LINEAR(2, 2)
+LINEAR(4, 2)
+LINEAR(8, 2)
+GATE_UP(1)
+GATE_UP(2)
+GATE_UP(4)
+GATE_UP(8)
+
+// ==== experts_mma ====
+
+// -DPARTS of K and -DUP_GROUPS, -DDOWN_GROUPS: quantisation groups in a chunk of gate and up, of down.
+static_assert(PARTS <= WARPS && (PARTS & (PARTS - 1)) == 0, "one warp a part, joined pairwise");
+
+// A chunk of weights: 2 tiles of 16 rows x GROUPS quantisation groups (of pack_int4). b: 8 rows of x,
+// the same columns. A group starts from zero and joins by fma(scale, group, sum); codes are exact in
+// bfloat16.
+constexpr int TILE_GROUP = 288;  // bytes of one group of a tile: codes of 16 x 32, 16 scales
+
+// Nibbles 0 and 4 of q as two bfloat16 codes -8 .. 7.
+DEVICE u32 two_codes(u32 q) {
+#ifdef KDTREE_EMULATOR
+  const u32 low = __float_as_uint((float)((int)(q & 15u) - 8));
+  const u32 high = __float_as_uint((float)((int)((q >> 16) & 15u) - 8));
+  return low >> 16 | high;
+#else
+  u32 biased, codes;  // 128 + nibble, then - 136; both exact
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(biased) : "r"(q), "r"(0x000f000fu), "r"(0x43004300u));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+      : "=r"(codes) : "r"(biased), "r"(0x3f803f80u), "r"(0xc308c308u));
+  return codes;
+#endif
+}
+
+// N words at an address aligned for the widest loads that divide them.
+template <int N>
+DEVICE void load_words(const unsigned char* from, u32 (&to)[N]) {
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) {
+      const uint4 v = ((const uint4*)from)[i];
+      to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
+    }
+  } else if constexpr (N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+      const uint2 v = ((const uint2*)from)[i];
+      to[2 * i] = v.x, to[2 * i + 1] = v.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) to[i] = ((const u32*)from)[i];
+  }
+}
+
+template <int GROUPS>
+DEVICE void multiply(const unsigned char* chunk, const uint4 (&b)[GROUPS], float (&sum)[2][4]) {
+  constexpr int TOGETHER = GROUPS % 2 ? 1 : 2;  // groups whose codes lie side by side in a lane
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int m = 0; m < 2; m++) {
+    const unsigned char* tile = chunk + m * GROUPS * TILE_GROUP;
+    u32 scales[GROUPS];
+    load_words(tile + GROUPS * 256 + lane / 4 * GROUPS * 4, scales);
+#pragma unroll
+    for (int p = 0; p < GROUPS / TOGETHER; p++) {
+      u32 codes[2 * TOGETHER];
+      load_words(tile + (p * 32 + lane) * TOGETHER * 8, codes);
+#pragma unroll
+      for (int i = 0; i < TOGETHER; i++) {
+        const int k = p * TOGETHER + i;
+        float group[4] = {};
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const u32 q = codes[2 * i + half];
+          const u32 a[4] = {two_codes(q), two_codes(q >> 4), two_codes(q >> 8), two_codes(q >> 12)};
+          if (half == 0) mma_bf16(group, a, b[k].x, b[k].y);
+          else mma_bf16(group, a, b[k].z, b[k].w);
+        }
+        const float low = __uint_as_float(scales[k] << 16);
+        const float high = __uint_as_float(scales[k] & 0xffff0000u);
+        sum[m][0] = __fmaf_rn(low, group[0], sum[m][0]);
+        sum[m][1] = __fmaf_rn(low, group[1], sum[m][1]);
+        sum[m][2] = __fmaf_rn(high, group[2], sum[m][2]);
+        sum[m][3] = __fmaf_rn(high, group[3], sum[m][3]);
+      }
+    }
+  }
+}
+
+// GROUPS steps of x from `row` on, this lane's; zeros if `there` is false.
+template <int GROUPS>
+DEVICE void load_row(const bf16* row, bool there, uint4 (&b)[GROUPS]) {
+#pragma unroll
+  for (int k = 0; k < GROUPS; k++) {
+    b[k] = uint4{0, 0, 0, 0};
+    if (there) b[k] = *(const uint4*)(row + 32 * k);
+  }
+}
+
+// The work of T rows in shared memory: tiles of at most 8 (row, slot) pairs of one expert, ascending
+// expert, then row. Every block makes its own: that is cheaper than a kernel.
+struct Work {
+  u32* tiles;  // [min(P, E + P / 8)]: expert << 16 | first pair << 4 | pairs
+  u16* pairs;  // [P], P = T * top_k <= 4096: pair numbers by expert
+  int n_tiles;
+};
+
+// Bytes: see experts_mma_bytes in ops.py. ids outside [0, E) are filler and appear in no tile.
+DEVICE Work sort_work(const int* ids, int T, int top_k, int E, unsigned char* memory) {
+  const int P = T * top_k, lane = threadIdx.x & 31, warp = threadIdx.x / 32, words = (T + 31) / 32;
+  Work work;
+  u32* totals = (u32*)memory;  // [WARPS], pairs | tiles << 16
+  work.tiles = totals + WARPS;
+  u32* rows = work.tiles + min(P, E + P / 8);  // [E, words] bit t: row t chose the expert
+  u16* first = (u16*)(rows + E * words);       // [E]
+  work.pairs = first + E;
+  if (T == 1 && top_k <= 32) {  // a row's ids are distinct: one pair a tile
+    if (warp == 0) {
+      const bool there = lane < top_k && ids[lane] >= 0 && ids[lane] < E;
+      const u32 all = __ballot_sync(ALL, there);
+      const int at = __popc(all & ((1u << lane) - 1));
+      if (there) work.tiles[at] = (u32)ids[lane] << 16 | (u32)at << 4 | 1, work.pairs[at] = lane;
+      if (lane == 0) totals[0] = __popc(all);
+    }
+    __syncthreads();  // the tiles are there before any warp reads them
+    work.n_tiles = totals[0];
+    return work;
+  }
+  for (int i = threadIdx.x; i < E * words; i += THREADS) rows[i] = 0;
+  __syncthreads();  // cleared before bits are set
+  for (int p = threadIdx.x; p < P; p += THREADS) {
+    const int e = ids[p], t = p / top_k;
+    if (e >= 0 && e < E) atomicOr(rows + e * words + t / 32, 1u << (t % 32));
+  }
+  __syncthreads();  // all bits are set before they are counted
+  const int per = (E + THREADS - 1) / THREADS, begin = threadIdx.x * per;
+  auto count = [&](int e) {
+    int n = 0;
+    for (int w = 0; w < words; w++) n += __popc(rows[e * words + w]);
+    return n;
+  };
+  u32 own = 0;
+  for (int e = begin; e < min(E, begin + per); e++) {
+    const u32 n = count(e);
+    own += n | (n + 7) / 8 << 16;
+  }
+  u32 upto = own;  // of all threads before this one and itself
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1) {
+    const u32 left = __shfl_up_sync(ALL, upto, d);
+    if (lane >= d) upto += left;
+  }
+  if (lane == 31) totals[warp] = upto;
+  __syncthreads();  // all warps' totals are there
+  u32 all = 0;
+  for (int w = 0; w < WARPS; w++) {
+    if (w < warp) upto += totals[w];
+    all += totals[w];
+  }
+  u32 at = upto - own;
+  for (int e = begin; e < min(E, begin + per); e++) {
+    u32 place = at & 0xffffu, tile = at >> 16;
+    const int n = count(e);
+    at += (u32)n | (u32)((n + 7) / 8) << 16;
+    first[e] = place;
+    for (int left = n; left > 0; left -= 8, place += 8)
+      work.tiles[tile++] = (u32)e << 16 | place << 4 | (u32)min(left, 8);
+  }
+  __syncthreads();  // every expert's first place is there
+  for (int p = threadIdx.x; p < P; p += THREADS) {
+    const int e = ids[p], t = p / top_k;
+    if (e < 0 || e >= E) continue;
+    int place = first[e] + __popc(rows[e * words + t / 32] & ((1u << (t % 32)) - 1));
+    for (int w = 0; w < t / 32; w++) place += __popc(rows[e * words + w]);
+    work.pairs[place] = p;
+  }
+  __syncthreads();  // all pairs are placed before any warp reads them
+  work.n_tiles = all >> 16;
+  return work;
+}
+
+// h[pair] = SiLU(gate) * up, rounded. An item is a tile of pairs times 16 columns of h; its K falls in
+// PARTS parts, one a warp, joined pairwise. A part adds its groups ascending. grid: the items shared out;
+// shared: rings, then [2, PARTS, 2, 32] float4 sums (two items in turn), barriers, work.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int RESIDENT = 3;  // blocks a multiprocessor; elsewhere shared memory allows less
+#else
+constexpr int RESIDENT = 2;
+#endif
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+expert_gate_up_mma(const bf16* x,                // [T, K], 16-byte aligned rows
+                   const int* ids,               // [T, top_k], distinct in a row
+                   const unsigned char* weight,  // of pack_int4, [E, width / 16, ...]
+                   bf16* h,                      // [T * top_k, width]
+                   int T, int top_k, int E,
+                   int blocks,    // width / 16
+                   int chunks) {  // of a part
+
+  extern __shared__ __align__(128) unsigned char memory[];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4;
+  constexpr int bytes = 2 * UP_GROUPS * TILE_GROUP;
+  float4* sums = (float4*)(memory + PARTS * STAGES * bytes);
+  u64* barriers = (u64*)(sums + 2 * PARTS * 64);
+  const int own = warp % PARTS;  // the other warps only help to sort and to join
+  Ring<STAGES> ring(memory + own * STAGES * bytes, barriers + own * STAGES, bytes, warp < PARTS);
+  const Work work = sort_work(ids, T, top_k, E, (unsigned char*)(barriers + PARTS * STAGES));
+  const int items = work.n_tiles * blocks;
+
+  int put_item = warp < PARTS ? blockIdx.x : items, put_chunk = 0;
+  u32 piece = 0;  // of `bytes` each
+  auto locate = [&] {
+    if (put_item >= items) return;
+    const u32 block = (work.tiles[put_item / blocks] >> 16) * blocks + put_item % blocks;
+    piece = (block * PARTS + warp) * chunks;
+  };
+  auto there = [&] { return put_item < items; };
+  auto advance = [&] {
+    piece++;
+    if (++put_chunk == chunks) put_chunk = 0, put_item += gridDim.x, locate();
+  };
+  locate();
+#pragma unroll
+  for (int i = 0; i < STAGES; i++) ring.start(i, weight + (u64)piece * bytes, there()), advance();
+
+  int turn = 0;
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    int row = -1;  // this lane's place in x, of up to 128 rows: an int does
+    {
+      const u32 tile = work.tiles[item / blocks];
+      if (g < (int)(tile & 15u))
+        row = (work.pairs[((tile & 0xffffu) >> 4) + g] / top_k * PARTS + warp) * chunks * UP_GROUPS * 32 +
+              lane % 4 * 8;
+    }
+    float sum[2][4] = {};
+    for (int c = warp < PARTS ? 0 : chunks; c < chunks; c++) {
+      uint4 b[UP_GROUPS];
+      load_row<UP_GROUPS>(x + row, row >= 0, b);
+      if (row >= 0) row += 32 * UP_GROUPS;
+      multiply<UP_GROUPS>(ring.get(), b, sum);
+      ring.replace(weight + (u64)piece * bytes, there());
+      advance();
+    }
+    float4* mine = sums + turn * PARTS * 64;
+    turn ^= 1;
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+      if (warp < PARTS) mine[(warp * 2 + m) * 32 + lane] = float4{sum[m][0], sum[m][1], sum[m][2], sum[m][3]};
+    __syncthreads();  // all parts are there; the other turn's have been read by all
+    const u32 tile = work.tiles[item / blocks];
+    const int n = tile & 15u;
+    const u16* pairs = work.pairs + ((tile & 0xffffu) >> 4);
+    for (int i = threadIdx.x; i < 128; i += THREADS) {
+      const int m = i / 64, r = i % 8, j = i / 8 % 8;  // column m * 8 + r of h, pair j
+      if (j >= n) continue;
+      const float* at = (const float*)(mine + m * 32 + r * 4 + j / 2) + j % 2;
+      float gate[WARPS], up[WARPS];
+#pragma unroll
+      for (int w = 0; w < WARPS; w++)
+        if (w < PARTS) gate[w] = at[w * 256], up[w] = at[w * 256 + 2];
+#pragma unroll
+      for (int d = 1; d < WARPS; d <<= 1)
+        if (d < PARTS)
+#pragma unroll
+          for (int w = 0; w < WARPS; w += 2 * d) {
+            gate[w] = __fadd_rn(gate[w], gate[w + d]);
+            up[w] = __fadd_rn(up[w], up[w + d]);
+          }
+      store(h + (i64)pairs[j] * blocks * 16 + item % blocks * 16 + m * 8 + r,
+            __fmul_rn(silu(gate[0]), up[0]));
+    }
+  }
+}
+
+// out[t, o]: in every leaf of the width, routed experts by ascending id, weighted, then the shared
+// one; then the leaf tree (R4). A block owns 32 outputs. In every leaf a warp takes whole tiles of
+// pairs and leaves the sums of a pair in its slot; then each output adds its own experts by
+// fma(weight, sum, total). A sum adds its groups ascending.
+// grid hidden / 32, block THREADS; shared: rings, [T * top_k, 8] float4 slots, [levels, T, 8] float4
+// waiting leaves, barriers, [T * top_k] weights, work. slot[g]: outputs g, 8 + g, 16 + g, 24 + g.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+expert_down_mma(const bf16* h,                // [T * top_k, width], 16-byte aligned rows
+                const int* ids,               // [T, top_k] ascending in a row; outside [0, E): filler
+                const float* weights,         // [T, top_k]
+                const unsigned char* weight,  // of pack_int4, [E, hidden / 32, ...]
+                const float* shared,          // [T, leaves, hidden], read if has_shared
+                float* out,                   // [T, hidden]
+                int T, int top_k, int E, int width, int hidden, int leaves, int has_shared) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int leaf_width = width / leaves, chunks = leaf_width / 32 / DOWN_GROUPS, P = T * top_k;
+  constexpr int bytes = 2 * DOWN_GROUPS * TILE_GROUP;
+  int levels = 0;
+  while ((1 << levels) < leaves) levels++;
+  float4* slots = (float4*)(memory + WARPS * STAGES * bytes);
+  float4* waiting = slots + P * 8;
+  u64* barriers = (u64*)(waiting + levels * T * 8);
+  float* factors = (float*)(barriers + WARPS * STAGES);
+  Ring<STAGES> ring(memory + warp * STAGES * bytes, barriers + warp * STAGES, bytes);
+  const Work work = sort_work(ids, T, top_k, E, (unsigned char*)(factors + P));
+
+  int put_leaf = 0, put_tile = warp, put_chunk = 0;
+  u32 piece = 0;  // of `bytes` each
+  auto locate = [&] {
+    if (put_tile >= work.n_tiles) put_tile = warp, put_leaf++;
+    if (put_leaf >= leaves || put_tile >= work.n_tiles) return;
+    const u32 block = (work.tiles[put_tile] >> 16) * gridDim.x + blockIdx.x;
+    piece = (block * leaves + put_leaf) * chunks;
+  };
+  auto there = [&] { return put_leaf < leaves && put_tile < work.n_tiles; };
+  auto advance = [&] {
+    piece++;
+    if (++put_chunk == chunks) put_chunk = 0, put_tile += WARPS, locate();
+  };
+  locate();
+#pragma unroll
+  for (int i = 0; i < STAGES; i++) ring.start(i, weight + (u64)piece * bytes, there()), advance();
+  for (int p = threadIdx.x; p < P; p += THREADS) {
+    const bool there = ids[p] >= 0 && ids[p] < E;
+    factors[p] = there ? weights[p] : 0.0f;
+    if (!there)  // filler adds 0 * 0
+      for (int i = 0; i < 8; i++) slots[p * 8 + i] = float4{0, 0, 0, 0};
+  }
+
+  for (int leaf = 0; leaf < leaves; leaf++) {
+    for (int i = warp; i < work.n_tiles; i += WARPS) {
+      const u32 tile = work.tiles[i];
+      const int n = tile & 15u;
+      const u16* pairs = work.pairs + ((tile & 0xffffu) >> 4);
+      const bf16* row = h + (i64)(g < n ? pairs[g] : 0) * width + leaf * leaf_width + t * 8;
+      float sum[2][4] = {};
+      for (int c = 0; c < chunks; c++) {
+        uint4 b[DOWN_GROUPS];
+        load_row<DOWN_GROUPS>(row, g < n, b);
+        row += 32 * DOWN_GROUPS;
+        multiply<DOWN_GROUPS>(ring.get(), b, sum);
+        ring.replace(weight + (u64)piece * bytes, there());
+        advance();
+      }
+      if (2 * t < n)
+        slots[pairs[2 * t] * 8 + g] = float4{sum[0][0], sum[0][2], sum[1][0], sum[1][2]};
+      if (2 * t + 1 < n)
+        slots[pairs[2 * t + 1] * 8 + g] = float4{sum[0][1], sum[0][3], sum[1][1], sum[1][3]};
+    }
+    __syncthreads();  // all slots of this leaf are filled
+    for (int i = threadIdx.x; i < T * 8; i += THREADS) {
+      const int row = i / 8;
+      float total[4] = {};
+      for (int k = 0; k < top_k; k++) {
+        const float4 v = slots[(row * top_k + k) * 8 + i % 8];
+        const float factor = factors[row * top_k + k];
+        total[0] = __fmaf_rn(factor, v.x, total[0]), total[1] = __fmaf_rn(factor, v.y, total[1]);
+        total[2] = __fmaf_rn(factor, v.z, total[2]), total[3] = __fmaf_rn(factor, v.w, total[3]);
+      }
+      const int column = blockIdx.x * 32 + i % 8;
+      if (has_shared)
+#pragma unroll
+        for (int m = 0; m < 4; m++)
+          total[m] = __fadd_rn(total[m], shared[((i64)row * leaves + leaf) * hidden + column + 8 * m]);
+      float4* of = waiting + i;  // read and written by this thread alone
+      int level = 0;
+      for (; (leaf >> level) & 1; level++) {
+        const float4 left = of[level * T * 8];
+        total[0] = __fadd_rn(left.x, total[0]), total[1] = __fadd_rn(left.y, total[1]);
+        total[2] = __fadd_rn(left.z, total[2]), total[3] = __fadd_rn(left.w, total[3]);
+      }
+      if (leaf + 1 < leaves) {
+        of[level * T * 8] = float4{total[0], total[1], total[2], total[3]};
+      } else {
+#pragma unroll
+        for (int m = 0; m < 4; m++) out[(i64)row * hidden + column + 8 * m] = total[m];
+      }
+    }
+    if (leaf + 1 < leaves) __syncthreads();  // all slots are read before the next leaf fills them
+  }
+}

@@ -1,0 +1,204 @@
+"""Tensor-core products (kernels_gemm.cu): errors against float64 and the simple kernels, and bits.
+
+The error against float64, as a ratio of norms: fp32 sums of exact products stay below 32 u (as in
+op_cases.py); a rounded hidden value (2^-8 at most, 0.4 of that in the mean square) enters a sum of
+independent terms, so the experts stay below 2^-8 = 0.0039. Between two kernels with the same
+roundings only values near a tie differ: an eighth of that is ample.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ops
+import reference
+from loader import quantise_int4
+from tests.conftest import launcher
+
+BF16 = ml_dtypes.bfloat16
+ROUNDED = 2.0**-8
+pytestmark = pytest.mark.parametrize(
+    "device", ("emulate", pytest.param("cuda", marks=pytest.mark.gpu)), indirect=True
+)
+ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65)
+
+
+def kernels_on(device: str, **choice) -> ops.CudaOps:
+    return ops.CudaOps("bfloat16", launcher=launcher(device), poison=True, **choice)
+
+
+def draw(rng, *shape) -> np.ndarray:
+    return (rng.standard_normal(shape, dtype=np.float32) / shape[-1] ** 0.5).astype(BF16)
+
+
+def error(have: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(have - want) / np.linalg.norm(want))
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).view(np.int32)
+
+
+def both(out: int, k: int, seed: int = 0, rows: int = 65):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, k), dtype=np.float32).astype(BF16)
+    return x, draw(rng, out, k)
+
+
+@pytest.mark.parametrize(
+    "out, k, leaves",
+    [(1, 32, 1), (33, 256, 8), (48, 384, 1), (20, 1024, 8), (70, 1024, 16), (16, 7168, 1),
+     (40, 256, 1), (24, 288, 1)],
+)  # fmt: skip
+def test_linear_in_every_number_of_rows(device: str, out: int, k: int, leaves: int) -> None:
+    """R1: a row has the bits that it has alone; within 32 u of float64; nothing unwritten."""
+    kernels = kernels_on(device)
+    x, w = both(out, k)
+    weight = kernels.prepare(w, shards=leaves, row_cut=leaves > 1)
+    assert isinstance(weight, ops.TensorMatrix)
+    send = kernels.launcher.upload
+    want = x.astype(np.float64) @ w.astype(np.float64).T
+    alone = np.concatenate(
+        [kernels.download(kernels.linear(send(x[r : r + 1]), weight)) for r in range(0, len(x), 5)]
+    )
+    for rows in ROWS:
+        y = kernels.download(kernels.linear(send(x[:rows]), weight))
+        assert error(y, want[:rows]) <= 32 * 2.0**-24
+        n = len(y[::5])
+        assert np.array_equal(bits(y[::5]), bits(alone[:n])), rows
+
+
+def test_many_outputs_share_rows(device: str) -> None:
+    """The wide tiles (two of 16 outputs a warp) give the narrow ones' bits."""
+    kernels = kernels_on(device)
+    x, w = both(1030, 64, rows=9)
+    narrow = kernels.prepare(w)
+    wide = kernels._pack_dense(kernels.launcher.upload(w), None, wide=2)
+    assert (narrow.wide, wide.wide) == (1, 2)
+    y, z = (kernels.linear(kernels.launcher.upload(x), m) for m in (narrow, wide))
+    assert np.array_equal(bits(kernels.download(y)), bits(kernels.download(z)))
+
+
+@pytest.mark.parametrize("ranks", (2, 4, 8))
+def test_ranks_add_along_the_same_tree(device: str, ranks: int) -> None:
+    """R2: leaf sums of several ranks, joined pairwise, have the bits of one rank, where the leaves
+    are as they are and where each is cut in parts again."""
+    kernels = kernels_on(device)
+    for k in (256, 2048):
+        x, w = both(24, k, rows=5)
+
+        def of(r: int, n: int, x=x, w=w):
+            cut = [np.ascontiguousarray(np.split(a, n, 1)[r]) for a in (x, w)]
+            weight = kernels.prepare(cut[1], shards=8 // n, row_cut=True)
+            return kernels.download(kernels.linear(kernels.launcher.upload(cut[0]), weight))
+
+        joined = reference.tree_sum(np.stack([of(r, ranks) for r in range(ranks)]))
+        assert np.array_equal(bits(joined), bits(of(0, 1))), k
+
+
+def experts_case(rng, hidden, width, experts, top_k, shared, rows):
+    sizes = (width, hidden), (width, hidden), (hidden, width)
+    routed = [
+        quantise_int4(rng.standard_normal((experts, *s), dtype=np.float32) / s[1] ** 0.5, 32, BF16)
+        for s in sizes
+    ]
+    beside = [draw(rng, 1, *s) for s in ((shared, hidden), (shared, hidden), (hidden, shared))]
+    ids = np.sort([rng.permutation(experts)[:top_k] for _ in range(rows)], 1).astype(np.int32)
+    if rows > 2:
+        ids[1, 0], ids[2, -1] = -1, experts  # filler adds nothing
+    x = rng.standard_normal((rows, hidden), dtype=np.float32).astype(BF16)
+    return routed, beside, x, ids, rng.random((rows, top_k), dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    "hidden, width, experts, top_k, leaves, shared, rows",
+    [(64, 64, 8, 3, 2, 64, 12), (384, 256, 16, 4, 8, 256, 70), (96, 32, 40, 5, 1, 32, 130),
+     (512, 256, 12, 8, 1, 256, 33)],
+)  # fmt: skip
+def test_experts(device: str, hidden, width, experts, top_k, leaves, shared, rows) -> None:
+    """Rows alone and among others have equal bits (R1, R4); errors within the bounds above."""
+    rng = np.random.default_rng(3)
+    routed, beside, x, ids, weights = experts_case(rng, hidden, width, experts, top_k, shared, rows)
+    fast, simple = kernels_on(device), kernels_on(device, linear="simple", moe="simple")
+
+    def run(kernels, rows, prepared):
+        sent = [kernels.launcher.upload(np.ascontiguousarray(a[rows])) for a in (x, ids, weights)]
+        return kernels.download(kernels.moe(*sent, *prepared))
+
+    def prepare(kernels):
+        return [kernels.prepare_mlp(*m, leaves) for m in (routed, beside)]
+
+    packed = prepare(fast)
+    assert [type(p) for p in packed] == [ops.TensorExperts, ops.TensorMlp]
+    together = run(fast, slice(None), packed)
+    for r in (*range(0, rows, 7), rows - 1):
+        assert np.array_equal(bits(run(fast, slice(r, r + 1), packed)[0]), bits(together[r])), r
+    some = slice(2, 2 + rows // 2)
+    assert np.array_equal(bits(run(fast, some, packed)), bits(together[some]))
+    assert error(together, run(simple, slice(None), prepare(simple))) <= ROUNDED / 8
+    wide = [[reference.to_float32(m).astype(np.float64) for m in part] for part in (routed, beside)]
+    want = np.zeros((rows, hidden))
+    for t, row in enumerate(x.astype(np.float64)):
+        chosen = [(w, *(m[e] for m in wide[0])) for e, w in zip(ids[t], weights[t], strict=True)
+                  if 0 <= e < experts]  # fmt: skip
+        for factor, gate, up, down in [*chosen, (1.0, *(m[0] for m in wide[1]))]:
+            g = gate @ row
+            want[t] += factor * (down @ (g / (1 + np.exp(-g)) * (up @ row)))
+    assert error(together, want) <= ROUNDED
+
+
+@pytest.mark.parametrize("ranks", (2, 8))
+def test_expert_ranks_add_along_the_same_tree(device: str, ranks: int) -> None:
+    """R2, R4: the experts' width cut between ranks."""
+    rng = np.random.default_rng(4)
+    width, hidden = 256, 64
+    routed, beside, x, ids, weights = experts_case(rng, hidden, width, 4, 2, width, 5)
+    kernels = kernels_on(device)
+
+    def part(m, axis: int, r: int, n: int):
+        if isinstance(m, reference.Int4Weight):
+            return reference.Int4Weight(part(m.packed, axis, r, n), part(m.scales, axis, r, n))
+        return np.ascontiguousarray(np.split(m, n, axis)[r])
+
+    def of(r: int, n: int):
+        cut = [
+            kernels.prepare_mlp(
+                *(part(m, a, r, n) for m, a in zip(ms, (1, 1, 2), strict=True)), 8 // n
+            )
+            for ms in (routed, beside)
+        ]
+        assert isinstance(cut[0], ops.TensorExperts)
+        sent = [kernels.launcher.upload(a) for a in (x, ids, weights)]
+        return kernels.download(kernels.moe(*sent, *cut))
+
+    joined = reference.tree_sum(np.stack([of(r, ranks) for r in range(ranks)]))
+    assert np.array_equal(bits(joined), bits(of(0, 1)))
+
+
+def test_copies_of_sixteen_bytes(device: str, monkeypatch) -> None:
+    """Before sm_90 every lane copies for itself: the same bits."""
+    x, w = both(48, 384, rows=9)
+    given = ops.defines_of
+    results = []
+    for more in ((), ("-DBULK_COPIES=0",)):
+        if more and device == "cuda":
+            pytest.skip("a GPU runs the copies of its own architecture")
+        monkeypatch.setattr(ops, "defines_of", lambda *a, more=more: (*given(*a), *more))
+        kernels = kernels_on(device)
+        y = kernels.linear(kernels.launcher.upload(x), kernels.prepare(w))
+        results.append(bits(kernels.download(y)))
+    assert np.array_equal(*results)
+
+
+def test_what_tensor_cores_cannot_take_stays_simple(device: str) -> None:
+    kernels = kernels_on(device)
+    rng = np.random.default_rng(0)
+    odd = [draw(rng, 8, 24), draw(rng, 8, 64).astype(np.float32)]
+    assert all(isinstance(kernels.prepare(w), ops.Matrix) for w in odd)
+    assert isinstance(kernels.prepare(draw(rng, 8, 96), shards=2, row_cut=True), ops.Matrix)
+    for choice in (dict(linear="simple", moe="simple"),):
+        assert isinstance(kernels_on(device, **choice).prepare(draw(rng, 8, 64)), ops.Matrix)
+    fp32 = ops.CudaOps("float32", launcher=launcher(device))
+    assert isinstance(fp32.prepare(draw(rng, 8, 64)), ops.Matrix)
