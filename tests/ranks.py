@@ -1,0 +1,168 @@
+"""Ranks for tests, with a fault put in first.
+
+ranks.py lead FAULT ARGUMENTS…      rank 0: the command line, which starts the others by this script
+ranks.py follow FAULT RANK SIZE     one of the others
+ranks.py launched FAULT ARGUMENTS…  any rank, started by a launcher: the command line
+ranks.py collectives                a rank of mpiexec: every collective against NumPy
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+import numpy as np  # noqa: E402
+
+import engine  # noqa: E402
+import parallel  # noqa: E402
+from engine import Engine  # noqa: E402
+
+STEP = 3  # of a fault: rank 1's third
+
+
+def at_step(method: str, number: int, act) -> None:
+    """Do `act` instead of the engine's call of this number."""
+    plain, calls = getattr(Engine, method), []
+
+    def patched(self, *arguments, **named):
+        calls.append(0)
+        if len(calls) == number:
+            act()
+        return plain(self, *arguments, **named)
+
+    setattr(Engine, method, patched)
+
+
+def fail() -> None:
+    raise ValueError("the first mistake")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait() -> None:
+    time.sleep(600)
+
+
+class StandIn:
+    """A drafter that says nothing, for the ranks beside a scripted one: rank 0 decides."""
+
+    dims = SimpleNamespace(block_size=8)
+
+    def __init__(self, vocab_size: int):
+        self.shape = (self.dims.block_size - 1, vocab_size)
+
+    def extend(self, taps, placed, cache) -> None:
+        pass
+
+    def draft(self, roots, slots, cache) -> np.ndarray:
+        return np.zeros((len(roots), *self.shape), np.float32)
+
+
+def stand_in() -> None:
+    """Engines that have no drafter get one; see toy.plug."""
+    load = Engine.load
+
+    def patched(self):
+        load(self)
+        if self.drafter is None:
+            self.drafter = StandIn(self.dims.vocab_size)
+            self.model.taps = (0,)
+
+    Engine.load = patched
+
+
+def disturbed(log: str) -> None:
+    """Other drafts than rank 0's; the trees and tokens of each request go to the file `log`."""
+    load, retire = Engine.load, Engine.retire
+
+    def patched(self):
+        load(self)
+        draft = self.drafter.draft
+
+        def wrong(*arguments):
+            logits = draft(*arguments)
+            return logits + np.random.default_rng(1).normal(0, 3, logits.shape).astype(np.float32)
+
+        self.drafter.draft = wrong
+
+    def logged(self, sequence):
+        retire(self, sequence)
+        Path(log).write_bytes(pickle.dumps((sequence.emitted, sequence.rounds)))
+
+    Engine.load, Engine.retire = patched, logged
+
+
+def inject(fault: str, rank: int) -> None:
+    """Put the fault in, where it is this rank's. What follows an @ marks the run, or is a file."""
+    fault, _, mark = fault.partition("@")
+    if fault == "stand-in":
+        stand_in()
+    elif rank == 1 and fault == "disturbed":
+        disturbed(mark)
+    elif rank == 1 and fault == "raise":
+        at_step("step", STEP, fail)
+    elif rank == 1 and fault == "die":
+        at_step("step", STEP, die)
+    elif rank == 1 and fault in ("load-raise", "load-die"):
+        at_step("load", 1, fail if fault == "load-raise" else die)
+    elif rank == 0 and fault == "load-die":
+        at_step("weights", 1, wait)  # rank 0 is long at its own share, and waits for nobody
+    elif rank == 0 and fault == "lead-raise":
+        at_step("accept", STEP, fail)
+    elif rank == 0 and fault == "lead-die":
+        at_step("accept", STEP, die)
+
+
+def collectives() -> None:
+    comm = parallel.join()
+    check(comm)
+    comm.barrier()
+    if comm.rank == 0:
+        comm.close()
+    else:
+        assert comm.broadcast() == parallel.End(0)
+
+
+def check(comm: parallel.Comm) -> None:
+    """Sums of the declared order, columns, and rank 0's word; small and large, even and ragged."""
+    for shape in ((0, 5), (1, 1), (3, 7), (8, 384), (64, 4096), (65, 1031)):
+        parts = [
+            np.random.default_rng(r).standard_normal(shape, dtype=np.float32)
+            * np.float32(10.0) ** np.random.default_rng(9 + r).integers(-4, 4)
+            for r in range(comm.size)
+        ]
+        level = parts
+        while len(level) > 1:
+            level = [level[i] + level[i + 1] for i in range(0, len(level), 2)]
+        mine = parts[comm.rank]
+        got = comm.tree_sum(mine)
+        assert got.shape == shape and got.tobytes() == level[0].tobytes()
+        got = comm.gather_columns(mine)
+        assert got.tobytes() == np.concatenate(parts, 1).tobytes()
+        assert comm.share(mine).tobytes() == parts[0].tobytes()
+    assert comm.broadcast({"rank": comm.rank}) == {"rank": 0}
+
+
+if __name__ == "__main__":
+    role, *rest = sys.argv[1:]
+    if role == "collectives":
+        sys.exit(collectives())
+    fault, *rest = rest
+    engine.FOLLOWER = [sys.executable, __file__, "follow", fault]
+    if role == "lead":
+        inject(fault, 0)
+        sys.exit(engine.main(rest))
+    if role == "launched":
+        inject(fault, parallel.seat(os.environ).rank)
+        sys.exit(engine.main(rest))
+    inject(fault, int(rest[0]))
+    sys.exit(engine.started())

@@ -1,0 +1,441 @@
+"""Tensor parallelism on CPUs: equal bits at every size (R2), rank 0 decides (H2), and one death
+ends all ranks (H1)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import pickle
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ranks
+import toy
+
+import config
+import parallel
+from config import UserError
+from engine import Engine
+from parallel import End, Seat, SocketComm
+from sampling import SamplingParams
+
+HERE = Path(__file__).parent
+SCRIPT = str(HERE / "ranks.py")
+GOLDENS = HERE / "goldens"
+NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/golden.npz"))
+WITH_DRAFTER = sorted(path.parent.parent.name for path in GOLDENS.glob("*/drafter/golden.npz"))
+SIZES = (2, 4, 8)
+SOME = slice(2, 4)  # of a bundle's prompts
+ATTENTION = ("q_b_proj", "kv_b_proj", "o_proj", "q_proj", "k_proj", "v_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def whole(*kinds: str) -> config.Cut:
+    return config.Cut(**dict.fromkeys(kinds, "replicate"))
+
+
+CUTS = (config.Cut(), whole(*ATTENTION), whole(*MLP), whole(*ATTENTION, *MLP))
+# Index in CUTS of the first that a bundle's shape allows, by size: first for 2, for 4, for 8. The
+# last leaves nothing cut but the vocabulary, which one bundle shows.
+CUT = {"many-fp32": (0, 0, 1), "many-int4": (2, 2, 3), "nano-fp32": (0, 0, 0),
+       "nano-int4": (0, 0, 0), "odd-fp32": (1, 1, 3), "odd-int4": (3, 3, 3),
+       "yarn-fp32": (0, 0, 1), "yarn-int4": (2, 2, 3)}  # fmt: skip
+
+
+def engine_of(
+    directory: Path, comm=None, cut=CUTS[0], drafter=False, load=True, **decode
+) -> Engine:
+    settings = config.Config(
+        model=config.ModelSection(path=directory, lora_norm_eps=None, stated=()),
+        tp=config.TensorParallel(size=comm.size if comm else 1, cut=cut),
+        draft=config.Draft(path=directory / "drafter" if drafter else None),
+        decode=config.Decode(**{"batch": 8, "prefill_chunk": 32, "leaf": 16, "span": 2, **decode}),
+    )
+    return Engine(settings, "cpu", comm=comm, load=load)
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    """Ranks by their number, started once; a test's engine takes them over."""
+    started: dict[int, SocketComm] = {}
+
+    def world(size: int) -> SocketComm:
+        if size not in started:
+            command = [sys.executable, SCRIPT, "follow", "stand-in"]
+            started[size] = parallel.start(size, command)
+        return started[size]
+
+    yield world
+    for comm in started.values():
+        comm.close()
+        assert [process.returncode for process in comm._processes] == [0] * (comm.size - 1)
+
+
+# ---- the same bits at every size ---------------------------------------------------------------
+
+
+@functools.cache
+def golden(name: str) -> tuple[list[list[int]], np.ndarray]:
+    """Prompts and ids of a bundle."""
+    g = np.load(GOLDENS / name / "golden.npz")
+    return [p.tolist() for p in np.split(g["prompt_ids"], np.cumsum(g["prompt_lengths"])[:-1])], g[
+        "token_ids"
+    ]
+
+
+GREEDY, SAMPLED = {}, {"temperature": 0.8, "seed": 11}
+
+
+@functools.cache
+def alone(name: str) -> tuple:
+    """Plain decoding on one rank: all prompts greedily; some of them sampled."""
+    prompts, ids = golden(name)
+    engine = engine_of(GOLDENS / name)
+    return (
+        toy.decode(engine, prompts, max_tokens=ids.shape[1]),
+        toy.decode(engine, prompts[SOME], max_tokens=12, **SAMPLED),
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", NAMES)
+def test_goldens_keep_their_ids_and_bits(worlds, name, size):
+    prompts, ids = golden(name)
+    greedy, sampled = alone(name)
+    first = CUT[name][SIZES.index(size)]
+    for cut in CUTS[:first]:  # what the shape does not allow is refused before any rank hears of it
+        with pytest.raises(UserError, match=r"tp\.size may be"):
+            engine_of(GOLDENS / name, worlds(size), cut)
+    if CUTS[first] == CUTS[-1] and (name, size) != ("odd-int4", 2):
+        return
+    engine = engine_of(GOLDENS / name, worlds(size), CUTS[first])
+    toy.plug(engine, "mixed", prompts, greedy)
+    results = toy.decode(engine, prompts, max_tokens=ids.shape[1])
+    toy.assert_same_results(results, greedy)
+    assert [r.token_ids for r in results] == ids.tolist()
+    toy.assert_same_results(
+        toy.decode(engine, prompts[SOME], "tree", 7, max_tokens=ids.shape[1]), greedy[SOME]
+    )
+    toy.plug(engine, "mixed", prompts[SOME], sampled)
+    for mode in ("ar", "tree"):
+        results = toy.decode(engine, prompts[SOME], mode, 7, max_tokens=12, **SAMPLED)
+        toy.assert_same_results(results, sampled)
+
+
+def assert_same_rounds(results, expected) -> None:
+    """Equal trees, scores included, and equal ways through them."""
+    for r, e in zip(results, expected, strict=True):
+        assert len(r.rounds) == len(e.rounds) > 0
+        for mine, other in zip(r.rounds, e.rounds, strict=True):
+            assert mine.walk == other.walk
+            for a, b in zip(vars(mine.tree).values(), vars(other.tree).values(), strict=True):
+                assert toy.same_bits(a, b)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", WITH_DRAFTER)
+def test_drafts_keep_their_bits(worlds, name, size):
+    """At 8 ranks the nano's two key/value heads are held by four ranks each."""
+    prompts = golden(name)[0][SOME]
+    cut = CUTS[CUT[name][SIZES.index(size)]]
+    one, many = (engine_of(GOLDENS / name, comm, cut, True) for comm in (None, worlds(size)))
+    for wanted in (GREEDY, SAMPLED):
+        params = SamplingParams(max_tokens=10, ignore_eos=True, **wanted)
+        results = []
+        for engine in (one, many):
+            engine.use("tree", 12)
+            results.append(engine.generate(prompts, params, keep_logits=True, keep_rounds=True))
+        toy.assert_same_results(results[1], results[0])
+        assert_same_rounds(results[1], results[0])
+
+
+@pytest.mark.parametrize("vocab_size", [273, 279, 281])
+def test_vocabularies_that_do_not_divide(worlds, tmp_path, vocab_size):
+    toy.write_checkpoint(tmp_path, vocab_size=vocab_size)
+    prompts = [[1, 2, vocab_size - 1], [vocab_size - 3]]
+    one, two = engine_of(tmp_path), engine_of(tmp_path, worlds(4))
+    toy.assert_same_results(*(toy.decode(e, prompts, max_tokens=6) for e in (one, two)))
+
+
+@pytest.mark.parametrize(
+    ("device", "activation"), [("cpu", "float32"), ("cpu", "bfloat16"), ("emulate", "float32")]
+)
+def test_requests_come_and_go_alike(worlds, tmp_path, device, activation):
+    """Few pages and slots: sequences are put back, cancelled, found again; one is to be scored."""
+    toy.write_checkpoint(tmp_path, drafter={})
+    got = []
+    for comm in (None, worlds(2)):
+        settings = engine_of(tmp_path, comm, drafter=True, load=False, batch=2, pages=5).settings
+        kernels = config.Kernels(activation=activation)
+        engine = Engine(dataclasses.replace(settings, kernels=kernels), device, comm=comm)
+        engine.use("tree", 6)
+        params = SamplingParams(max_tokens=14, temperature=1.0, seed=5, ignore_eos=True)
+        texts = ["a long prompt here", "b", "another one"]
+        some = [engine.submit(t, params, keep_logits=True, echo=t == "b") for t in texts]
+        for _ in range(4):
+            engine.step()
+        engine.cancel(some[0])
+        while any(s.finish_reason is None for s in some):
+            engine.step()
+        got.append([s.result() for s in some])
+        again = engine.generate(texts[:1], params, keep_logits=True)
+        got[-1] += again
+    toy.assert_same_results(got[1], got[0])
+    assert toy.same_bits(got[1][1].prompt_logprobs, got[0][1].prompt_logprobs)
+    assert got[0][0].finish_reason == "cancelled"
+
+
+# ---- rank 0 decides ----------------------------------------------------------------------------
+
+
+def test_h2_other_drafts_on_rank_1_change_nothing(tmp_path):
+    toy.write_checkpoint(tmp_path, drafter={"max_position_embeddings": 128},
+                         max_position_embeddings=128)  # fmt: skip
+    log = tmp_path / "rank1"
+    comm = parallel.start(2, [sys.executable, SCRIPT, "follow", f"disturbed@{log}"])
+    engine = engine_of(tmp_path, comm, drafter=True)
+    engine.use("tree", 16)
+    params = SamplingParams(max_tokens=65, temperature=1.0, ignore_eos=True)  # and no seed
+    [result] = engine.generate([[5, 6, 7]], params, keep_logits=True, keep_rounds=True)
+    engine.close()
+    ids, rounds = pickle.loads(log.read_bytes())
+    assert ids == result.token_ids and len(ids) == 65
+    assert_same_rounds([dataclasses.replace(result, rounds=tuple(rounds))], [result])
+    plain = engine_of(tmp_path)
+    seeded = dataclasses.replace(params, seed=result.seed)
+    toy.assert_same_results([result], plain.generate([[5, 6, 7]], seeded, keep_logits=True))
+
+
+# ---- one death ends all ------------------------------------------------------------------------
+
+FAULTS = {  # fault: what rank 0 says
+    "raise": "error: rank 1: Traceback.*ValueError: the first mistake",
+    "die": "error: rank 1: was killed by SIGKILL",
+    "load-raise": "error: rank 1: Traceback.*ValueError: the first mistake",
+    "load-die": "error: rank 1: was killed by SIGKILL",
+    "lead-raise": "ValueError: the first mistake",
+    "lead-die": "",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    process: subprocess.Popen
+    mark: str
+    began: float
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The command line at TP 4 with every fault, all at the same time."""
+    directory = tmp_path_factory.mktemp("ranks")
+    toy.write_checkpoint(directory, drafter={})
+    asked = ["--config", "golden.yaml", "--model", str(directory), "--device", "cpu"]
+    asked += ["--tp", "4", "--prompt", "hello", "--max-tokens", "40", "--ignore-eos"]
+    started = {}
+    for fault in FAULTS:
+        mark = f"{fault}@{directory}"
+        process = subprocess.Popen(
+            [sys.executable, SCRIPT, "lead", mark, *asked],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        started[fault] = Run(process, mark, time.monotonic())
+    return started
+
+
+def living(mark: str) -> list[str]:
+    """Processes that have the mark among their arguments."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if mark.encode() in path.read_bytes().split(b"\0"):
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_h1_one_failure_ends_all_ranks(runs, fault):
+    run = runs[fault]
+    _, said = run.process.communicate(timeout=30)
+    deadline = run.began + 30
+    assert run.process.returncode not in (0, None)
+    assert re.search(FAULTS[fault], said.decode(), re.DOTALL), said.decode()
+    assert said.decode().count("error") + said.decode().count("Traceback") <= 2, said.decode()
+    while living(run.mark):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+# ---- the collectives, and who takes part -------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_collectives_over_sockets(size):
+    pairs = [socket.socketpair() for _ in range(size - 1)]
+    seats = [Seat(rank, size, rank, size, None) for rank in range(size)]
+    comms = [SocketComm(seats[0], [ours for ours, _ in pairs])]
+    comms += [SocketComm(seat, [pair[1]]) for seat, pair in zip(seats[1:], pairs, strict=True)]
+    passed = []
+
+    def rank(comm) -> None:
+        ranks.check(comm)
+        comm.barrier()
+        if comm.rank:
+            assert comm.broadcast() == End(3)
+        passed.append(comm.rank)
+        comm.close(3)
+
+    threads = [threading.Thread(target=rank, args=(comm,)) for comm in comms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(passed) == list(range(size))
+
+
+def test_ranks_that_take_different_steps_are_told_so():
+    ours, theirs = socket.socketpair()
+    zero, one = (SocketComm(Seat(r, 2, r, 2, None), [s]) for r, s in ((0, ours), (1, theirs)))
+    zero.broadcast("hello")
+    with pytest.raises(parallel.RankFailed, match="rank 0 sent a broadcast .* exchange 1, a sum"):
+        one.tree_sum(np.zeros(3, np.float32))
+    one.close()
+    zero.close()
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, None),
+        (  # torchrun on two hosts: its own store has MASTER_PORT
+            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
+             "MASTER_ADDR": "host", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            Seat(5, 8, 1, 4, ("host", 29501)),
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4",
+             "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            Seat(3, 4, 1, 2, None),
+        ),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Seat(1, 2, 1, 0, None)),
+        (
+            {"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1",
+             "MASTER_ADDR": "node0", "MASTER_PORT": "4000"},
+            Seat(9, 16, 1, 0, ("node0", 4000)),
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, None),  # the batch script is alone
+    ],
+)  # fmt: skip
+def test_seats(environ, expected):
+    assert parallel.seat(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK.*expected numbers"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: expected less than WORLD_SIZE"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "p"}, "MASTER_PORT"),
+    ],
+)
+def test_seats_that_cannot_be(environ, message):
+    with pytest.raises(UserError, match=message):
+        parallel.seat(environ)
+
+
+def answers(*commands: tuple[list[str], dict]) -> list[dict]:
+    """Run commands together; the JSON line of the first, after all have ended well."""
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=HERE.parent,
+        )
+        for command, environ in commands
+    ]
+    said = [process.communicate(timeout=60) for process in processes]
+    assert [p.returncode for p in processes] == [0] * len(processes), said
+    return [json.loads(line) for line in said[0][0].splitlines()]
+
+
+def request_file(tmp_path: Path, name: str) -> list[str]:
+    """Arguments that decode a bundle's prompts at TP 2."""
+    prompts, ids = golden(name)
+    lines = (json.dumps({"prompt_ids": prompt, "id": i}) for i, prompt in enumerate(prompts))
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    arguments = ["--config", "golden.yaml", "--model", str(GOLDENS / name), "--device", "cpu"]
+    arguments += ["--ignore-eos", "--max-tokens", str(ids.shape[1]), "--tp", "2"]
+    return [*arguments, "--prompts", str(tmp_path / "prompts.jsonl")]
+
+
+def assert_golden(lines: list[dict], name: str) -> None:
+    ids = golden(name)[1]
+    assert len(lines) == len(ids)
+    for line in lines:
+        assert line["token_ids"] == ids[line["id"]].tolist()
+
+
+def test_a_launcher_over_tcp(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    lead = [sys.executable, "engine.py", *request_file(tmp_path, "nano-fp32")]
+    follow = [sys.executable, "engine.py"]  # what it needs to know comes from rank 0
+    lines = answers((lead, {**environ, "RANK": "0"}), (follow, {**environ, "RANK": "1"}))
+    assert_golden(lines, "nano-fp32")
+
+
+@pytest.fixture(scope="module")
+def mpiexec():
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    beside = Path(sys.executable).parent
+    found = shutil.which("mpiexec", path=f"{beside}{os.pathsep}{os.environ['PATH']}")
+    if found is None:
+        pytest.skip("mpiexec is not installed")
+    return found
+
+
+def test_collectives_over_mpi(mpiexec):
+    answers(([mpiexec, "-n", "4", sys.executable, SCRIPT, "collectives"], {}))
+
+
+def test_goldens_over_mpi(mpiexec, tmp_path):
+    command = [mpiexec, "-n", "2", sys.executable, "engine.py"]
+    lines = answers(([*command, *request_file(tmp_path, "nano-int4")], {}))
+    assert_golden(lines, "nano-int4")
+
+
+@pytest.mark.parametrize("fault", ["raise", "die"])
+def test_h1_over_mpi(mpiexec, tmp_path, fault):
+    command = [mpiexec, "-n", "2", sys.executable, SCRIPT, "launched", f"{fault}@{tmp_path}"]
+    done = subprocess.run(
+        [*command, *request_file(tmp_path, "nano-int4")],
+        capture_output=True,
+        timeout=30,
+        cwd=HERE.parent,
+    )
+    assert done.returncode != 0
+    if fault == "raise":
+        assert b"error: rank 1: Traceback" in done.stderr and b"the first mistake" in done.stderr
+    deadline = time.monotonic() + 5
+    while living(f"{fault}@{tmp_path}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
