@@ -38,7 +38,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,8 @@ __all__ = [
     "plan_drafter",
     "plan_target",
     "quantise_int4",
+    "read_piece",
+    "read_rate",
     "unpack_int4",
 ]
 
@@ -1233,6 +1235,49 @@ def _digest(extents: list[_Extent]) -> int:
     """A checksum of what is read where: equal on all ranks that load the same checkpoint."""
     text = "".join(f"{e.file} {e.begin} {len(e)};" for e in extents)
     return zlib.crc32(text.encode()) + 1  # 0 stands for "not here yet"
+
+
+def read_piece(plan: Plan, slot: Slot, piece: Piece, rows: int) -> np.ndarray:
+    """The first rows (at most so many) of a rank's part of one tensor."""
+    first, last = piece.rows
+    one = replace(slot, pieces=(replace(piece, rows=(first, min(last, first + rows)), index=None),))
+    one = replace(one, shape=(min(last - first, rows), *slot.shape[-1:])[: len(piece.tensor.shape)])
+    return _load(replace(plan, weights=one), False, None, None)
+
+
+@dataclass(frozen=True)
+class Rate:
+    bytes: int
+    seconds: float
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.bytes / self.seconds / 1e9
+
+
+def read_rate(checkpoint: Checkpoint, most: int) -> Rate:
+    """How fast the shards can be read past the page cache, by as many threads and in as large
+    pieces as a load has: up to `most` bytes, from all of the shards."""
+    names = sorted({tensor.file for tensor in checkpoint.tensors.values()})
+    with ExitStack() as stack:
+        files = [stack.enter_context(_opened(checkpoint.directory, n, True)) for n in names]
+        chunks = [(f, at) for f in files for at in range(0, f.size - CHUNK + 1, CHUNK)]
+        chunks = chunks[:: max(1, len(chunks) * CHUNK // most)] or [(files[0], 0)]
+        staging = threading.local()
+
+        def read(chunk: tuple[_File, int]) -> int:
+            if not hasattr(staging, "buffer"):
+                staging.buffer = mmap.mmap(-1, CHUNK)
+            file, at = chunk
+            length = min(CHUNK, file.size - at)
+            file.read_into(memoryview(staging.buffer), at, length)
+            file.forget(at, length)
+            return length
+
+        began = time.perf_counter()
+        with ThreadPoolExecutor(READERS) as pool:
+            done = sum(pool.map(read, chunks))
+        return Rate(done, time.perf_counter() - began)
 
 
 # ---- what the ranks of a host share --------------------------------------------------------------
