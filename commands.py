@@ -101,6 +101,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="when a kernel file is saved: compile it, run its op tests, decode --prompt, time it",
     )
     add("--check", action="store_true", help="the same once; exits with 1 where a result differs")
+    add(
+        "--doctor",
+        action="store_true",
+        help="look at machine, checkpoint, operations and rates: one page; exits with 1 where"
+        " something must be mended",
+    )
     add("--compare", action="store_true", help="run ar, chain and tree in turns: a Markdown table")
     add("--repeats", type=int, default=5, metavar="N", help="of --compare (%(default)s)")
 
@@ -169,6 +175,10 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = {name: getattr(arguments, name) for name in OVERRIDES}
     settings = config.load(arguments.config, model_path=arguments.model, **overrides)
     params = asked_params(arguments, settings)
+    if arguments.doctor:
+        import doctor  # stands on the engine, like this module
+
+        return doctor.run(settings, arguments.device)
     engine = Engine(settings, arguments.device, load=False, debug_kernels=arguments.debug_kernels)
     params.validate(engine.dims.vocab_size)
     file = arguments.prompts or arguments.score
@@ -217,7 +227,7 @@ def read_file(flag: str, file: Path) -> str:
 def check(arguments: argparse.Namespace) -> None:
     """Refuse what cannot work before anything is loaded."""
     unused = [f"--{n}" for n in ("json", "logits", "trace") if getattr(arguments, n)]
-    for name in ("prompts", "score", "watch", "check", "compare"):
+    for name in ("prompts", "score", "watch", "check", "doctor", "compare"):
         if unused and getattr(arguments, name):
             raise UserError(f"{unused[0]}: does not go with --{name}")
     for name in ("system", "instant"):
@@ -225,7 +235,7 @@ def check(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name}: goes with --chat only")
     if arguments.repeats < 1:
         raise UserError(f"--repeats: expected at least 1, got {arguments.repeats}")
-    commands = ("prompts", "score", "watch", "check", "compare", "chat")
+    commands = ("prompts", "score", "watch", "check", "doctor", "compare", "chat")
     given = [f"--{name}" for name in commands if getattr(arguments, name)]
     if len(given) > 1 and given != ["--compare", "--chat"]:
         raise UserError(f"{' and '.join(given)}: expected one of them")
