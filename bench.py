@@ -2,6 +2,7 @@
 
     python bench.py speed                      # modes in turns on this machine
     python bench.py acceptance --prompts 100   # tokens per verify step, and equal bits
+    python bench.py ops                        # operations at K2.6's shapes, on an NVIDIA GPU
 
 Stands on the engine as a user does; the engine never imports it.
 """
@@ -36,7 +37,7 @@ PROMPT = "import os\n\n\nclass Cache:\n    def __init__(self, size):\n"
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("what", choices=("speed", "acceptance"))
+    add("what", choices=("speed", "acceptance", "ops"))
     add("--config", default="nano.yaml")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--max-tokens", type=int, default=96)
@@ -48,9 +49,13 @@ def main(argv: list[str] | None = None) -> int:
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="of acceptance")
     add("--seeds", type=int, default=1, help="of acceptance, for each sampled prompt")
     add("--batch", type=int, default=8, help="of acceptance: sequences decoded together")
+    add("--op", nargs="+", help="of ops: only those whose name has one of these words")
+    add("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128], help="of ops: T")
+    add("--skew", action="store_true", help="of ops: 64 rows also over few experts")
     arguments = parser.parse_args(argv)
+    measure = {"speed": speed, "acceptance": acceptance, "ops": operations}[arguments.what]
     try:
-        rows = speed(arguments) if arguments.what == "speed" else acceptance(arguments)
+        rows = measure(arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -68,6 +73,12 @@ def table(rows: Sequence[dict]) -> str:
         cells = (f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values())
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def operations(arguments) -> list[dict]:
+    import bench_kernels  # needs a GPU: only when asked for
+
+    return bench_kernels.table(arguments.op, arguments.rows, arguments.skew)
 
 
 def progress(work, name: str):

@@ -8,6 +8,24 @@
 //
 // All copies of weights are asynchronous, through a ring of STAGES places a warp (-DSTAGES).
 
+// ==== read ====
+
+// Reads everything once: what the memory gives to a kernel that does nothing else. Any grid.
+KERNEL read_all(const uint4* data,  // [n]
+                i64 n,
+                u32* out) {  // [1], written if all bits of a thread's data cancel out to a rare value
+  const i64 stride = (i64)gridDim.x * THREADS;
+  u32 mixed = 0;
+  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < n; i += 8 * stride) {
+    uint4 v[8];
+#pragma unroll
+    for (int k = 0; k < 8; k++) v[k] = i + k * stride < n ? data[i + k * stride] : uint4{0, 0, 0, 0};
+#pragma unroll
+    for (int k = 0; k < 8; k++) mixed ^= v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
+  }
+  if (mixed == 0x12345u) *out = mixed;
+}
+
 // ==== pack ====
 
 // Weights to the order in which warps read them, once at load. Tile i of 16 rows: rows g = 0 .. 7 are

@@ -1,0 +1,291 @@
+"""Times of operations at the shapes of one of eight ranks of Kimi K2.6, each checked before it is
+timed. `python bench.py ops`.
+
+Weights are cold: a recorded graph runs the operation over sets that are together far larger than
+the L2 cache; inputs and routing are drawn again before every replay. The floor is a read of the
+bytes at the rate that a plain read kernel reaches in the same run, and goals, which were set on a
+card that read 4555 GB/s, are scaled by it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tqdm import tqdm
+
+import ops
+from config import UserError
+from reference import Int4Weight
+
+GOALS_AT = 4555.0  # GB/s
+LAUNCHES = 32  # of the operation in one graph
+REPLAYS = 9
+COLD_BYTES = 400 << 20  # all sets together, if LAUNCHES allow
+CHECK_ROWS = 8  # rows of a batch that are also computed alone
+HIDDEN, WIDTH, EXPERTS, TOP_K = 7168, 256, 384, 8
+# Norm ratio to fp32 kernels on equal values: fp32 sums; one rounded hidden value (test_gemm.py).
+EXACT, ROUNDED = 32 * 2.0**-24, 2.0**-8
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation with a weight of its own.
+
+    draw     (kernels, seed) -> the published weights, on the device
+    prepare  (kernels, weights) -> as the operation takes them
+    run      (kernels, prepared, x, *routing) -> result
+    traffic  (T, ids or None) -> bytes that must move
+    goals    rows -> µs
+    """
+
+    name: str
+    k: int
+    draw: Callable
+    prepare: Callable
+    run: Callable
+    traffic: Callable
+    goals: dict[int, float]
+    bound: float = EXACT
+    routed: bool = False
+
+
+def matrix(kernels, seed: int, *shape: int):
+    """bfloat16 [.., out, in], about unit gain."""
+    return random(kernels, seed, *shape, scale=(3 / shape[-1]) ** 0.5)
+
+
+def random(kernels, seed: int, *shape: int, scale: float = 1.0):
+    """bfloat16, uniform in [-scale, scale)."""
+    out = kernels.launcher.empty(shape, ops.BFLOAT16)
+    kernels.generate(out.reshape(-1, shape[-1]), seed, 0.0, scale)
+    return out
+
+
+def linear_case(name: str, out: int, k: int, leaves: int, goals: dict) -> Case:
+    return Case(
+        name, k,
+        draw=lambda kernels, seed: matrix(kernels, seed, out, k),
+        prepare=lambda kernels, w: kernels.prepare(w, shards=leaves, row_cut=leaves > 1),
+        run=lambda kernels, w, x: kernels.linear(x, w),
+        traffic=lambda rows, ids: 2 * out * k + rows * (2 * k + 4 * out),
+        goals=goals,
+    )  # fmt: skip
+
+
+def mlp_case(name: str, width: int, goals: dict) -> Case:
+    sizes = (1, width, HIDDEN), (1, width, HIDDEN), (1, HIDDEN, width)
+    return Case(
+        name, HIDDEN,
+        draw=lambda kernels, seed: [matrix(kernels, seed + i, *s) for i, s in enumerate(sizes)],
+        prepare=lambda kernels, w: kernels.prepare_mlp(*w, 1),
+        run=lambda kernels, w, x: kernels.mlp(x, w),
+        traffic=lambda rows, ids: 6 * width * HIDDEN + rows * (6 * HIDDEN + 4 * width),
+        goals=goals, bound=ROUNDED,
+    )  # fmt: skip
+
+
+def router_case(goals: dict) -> Case:
+    def draw(kernels, seed: int):
+        bias = kernels.launcher.empty((1, EXPERTS), np.float32)
+        kernels.generate(bias, seed + 1, 0.0, 0.01)
+        return matrix(kernels, seed, EXPERTS, HIDDEN), bias
+
+    return Case(
+        "router + top-8", HIDDEN, draw,
+        prepare=lambda kernels, w: (kernels.prepare(w[0]), w[1].reshape(-1)),
+        run=lambda kernels, w, x: kernels.route(x, *w, TOP_K, True, 2.827)[1],
+        traffic=lambda rows, ids: 2 * EXPERTS * HIDDEN + rows * (2 * HIDDEN + 64),
+        goals=goals,
+    )  # fmt: skip
+
+
+def experts_case(goals: dict) -> Case:
+    sizes = (WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)
+
+    def draw(kernels, seed: int):
+        weights = []
+        for i, (out, k) in enumerate(sizes):
+            packed = kernels.launcher.empty((EXPERTS, out, k // 8), np.int32)
+            kernels.generate(packed.reshape(-1, k // 8), seed + 2 * i, 0.0, 1.0)
+            scales = kernels.launcher.empty((EXPERTS, out, k // 32), ops.BFLOAT16)
+            mean = 0.2 / k**0.5  # codes have a deviation of 4.6
+            kernels.generate(scales.reshape(-1, k // 32), seed + 2 * i + 1, mean, 0.4 * mean)
+            weights.append(Int4Weight(packed, scales))
+        return weights
+
+    def traffic(rows: int, ids) -> int:
+        chosen = len(np.unique(ids[ids >= 0]))
+        return chosen * 3 * WIDTH * HIDDEN // 32 * 18 + rows * (2 * HIDDEN + 4 * HIDDEN)
+
+    return Case(
+        "experts", HIDDEN, draw,
+        prepare=lambda kernels, w: kernels.prepare_mlp(*w, 1),
+        run=lambda kernels, w, x, ids, weights: kernels.moe(x, ids, weights, w, None),
+        traffic=traffic, goals=goals, bound=ROUNDED, routed=True,
+    )  # fmt: skip
+
+
+CASES = (
+    experts_case({1: 12, 2: 18, 4: 30, 8: 51, 16: 86, 32: 141, 64: 215, 128: 270}),
+    linear_case("q_a + kv_a", 2112, HIDDEN, 1, {1: 8.3, 16: 9, 64: 11}),
+    linear_case("q_b", 1536, 1536, 1, {1: 2.5, 16: 2.5, 64: 4}),
+    linear_case("o_proj", HIDDEN, 1024, 8, {1: 4.4, 16: 4.8, 64: 6.5}),
+    mlp_case("shared expert", WIDTH, {1: 6.0, 16: 6.6, 64: 10.5}),
+    router_case({1: 5.2, 16: 5.6, 64: 8}),
+    mlp_case("dense layer", 2304, {1: 27.0, 16: 27.0}),
+    linear_case("lm_head", 20480, HIDDEN, 1, {1: 68, 16: 70, 64: 72}),
+)
+
+
+def read_rate(kernels: ops.CudaOps, sets: int = 4, size: int = 1 << 30) -> float:
+    """GB/s of a plain read."""
+    arrays = [matrix(kernels, 7 + i, size // 2 // 4096, 4096) for i in range(sets)]
+    for array in arrays:
+        kernels.read(array)
+    times = [
+        kernels.launcher.seconds(lambda: [kernels.read(array) for array in arrays])
+        for _ in range(REPLAYS)
+    ]
+    return sets * size / statistics.median(times) / 1e9
+
+
+def routing(rng, rows: int, experts: int = EXPERTS) -> tuple[np.ndarray, np.ndarray]:
+    """Random distinct experts of every row, ascending, out of `experts` of them, and weights."""
+    some = rng.permutation(EXPERTS)[:experts]
+    ids = np.argsort(rng.random((rows, experts)), axis=1)[:, :TOP_K]
+    weights = rng.random((rows, TOP_K), dtype=np.float32)
+    weights *= 2.827 / weights.sum(1, keepdims=True)
+    return np.sort(some[ids], 1).astype(np.int32), weights
+
+
+@dataclass(frozen=True)
+class Checked:
+    """error: norm ratio to fp32 kernels; alone, rows: rows with the bits that they have alone."""
+
+    error: float
+    alone: int
+    rows: int
+
+    def passed(self, case: Case) -> bool:
+        return self.error <= case.bound and self.alone == self.rows
+
+
+def check(case: Case, weights, kernels, truth, rows: int, seed: int) -> Checked:
+    """Fresh inputs through the kernels, written over NaN, and through simple fp32 ones."""
+    rng = np.random.default_rng(seed)
+    x = random(kernels, seed, rows, case.k)
+    host = kernels.download(x)
+    route = routing(rng, rows) if case.routed else ()
+    prepared = case.prepare(kernels, weights)
+
+    def of(which, ready, x, some=slice(None)):
+        sent = [which.launcher.upload(np.ascontiguousarray(r[some])) for r in route]
+        return which.download(case.run(which, ready, x, *sent))
+
+    have = of(kernels, prepared, x)
+    want = of(truth, case.prepare(truth, weights), truth.launcher.upload(host))
+    error = float(np.linalg.norm(have - want) / np.linalg.norm(want))
+    some = rng.permutation(rows)[:CHECK_ROWS]
+    alone = 0
+    for r in some.tolist():
+        one = of(kernels, prepared, x[r : r + 1], slice(r, r + 1))
+        alone += np.array_equal(one.view(np.int32), have[r : r + 1].view(np.int32))
+    return Checked(error, alone, len(some))
+
+
+def time_case(case: Case, sets: list, kernels, rows: int, seed: int, experts: int = EXPERTS):
+    """µs of every replay, and bytes of one operation."""
+    rng = np.random.default_rng(seed)
+    x = random(kernels, seed, LAUNCHES, rows, case.k)
+    flat = x.reshape(-1, case.k)
+    sent = []
+    if case.routed:
+        shape = (LAUNCHES, rows, TOP_K)
+        sent = [kernels.launcher.empty(shape, kind) for kind in (np.int32, np.float32)]
+
+    traffic = []
+
+    def redraw(turn: int) -> None:
+        kernels.generate(flat, seed + 1 + turn, 0.0, 1.0)
+        drawn = [routing(rng, rows, experts) for _ in range(LAUNCHES if case.routed else 0)]
+        for array, new in zip(sent, zip(*drawn, strict=True), strict=False):
+            kernels.refill(array, np.stack(new))
+        routes = [ids for ids, _ in drawn] or [None]
+        traffic.append(statistics.mean(case.traffic(rows, ids) for ids in routes))
+
+    def run() -> tuple:
+        return tuple(
+            case.run(kernels, sets[i % len(sets)], x[i], *(s[i] for s in sent))
+            for i in range(LAUNCHES)
+        )
+
+    redraw(0)
+    graph = kernels.capture(run)
+    times = []
+    for turn in range(REPLAYS + 2):  # the first two warm up
+        redraw(turn + 1)
+        kernels.launcher.synchronize()
+        times.append(kernels.launcher.seconds(graph.replay) / LAUNCHES * 1e6)
+    return times[2:], statistics.mean(traffic[3:])
+
+
+def table(names: Sequence[str] | None, all_rows, skew: bool, launcher=None) -> list[dict]:
+    """One row an operation and number of rows; a time only where the check has passed."""
+    launcher = launcher or ops.CudaLauncher()
+    kernels = ops.CudaOps("bfloat16", launcher=launcher)
+    poisoned = ops.CudaOps("bfloat16", launcher=launcher, poison=True)
+    truth = ops.CudaOps("float32", launcher=launcher)
+    cases = [c for c in CASES if not names or any(n in c.name for n in names)]
+    if not cases:
+        raise UserError(f"--op: none of {names}; there are {', '.join(c.name for c in CASES)}")
+    rate = read_rate(kernels)
+    lines = []
+    work = tqdm([(c, r) for c in cases for r in all_rows], disable=not sys.stderr.isatty())
+    sets, of = [], None
+    for case, rows in work:
+        work.set_description(f"{case.name}, {rows} rows")
+        if of is not case:
+            sets, of = [], case
+            weights = case.draw(kernels, 1)
+            once = case.traffic(0, np.arange(EXPERTS))
+            n = min(LAUNCHES, max(3, -(-COLD_BYTES // once)))
+            sets = [case.prepare(kernels, case.draw(kernels, 100 * i)) for i in range(1, n + 1)]
+        checked = check(case, weights, poisoned, truth, rows, seed=rows)
+        for experts in (EXPERTS, 96, 48, 16) if skew and case.routed and rows == 64 else (EXPERTS,):
+            name = case.name if experts == EXPERTS else f"{case.name}, {experts} of {EXPERTS}"
+            line = {"op": name, "T": rows}
+            if checked.passed(case):
+                times, moved = time_case(case, sets, kernels, rows, seed=rows + 1, experts=experts)
+                line |= figures(times, moved, rate, case.goals.get(rows), experts == EXPERTS)
+            else:
+                line |= figures(None, 0, rate, None, False)
+            line |= {"error": f"{checked.error:.1e}", "alone": f"{checked.alone}/{checked.rows}"}
+            line["identical"] = "yes" if checked.passed(case) else "NO"
+            lines.append(line)
+    again = read_rate(kernels)
+    print(f"{launcher.limits.name}: reads {rate:.0f} GB/s, and {again:.0f} at the end\n")
+    return lines
+
+
+def figures(times, moved: float, rate: float, goal: float | None, uniform: bool) -> dict:
+    if times is None:
+        return dict.fromkeys(
+            ("µs", "spread", "MB", "GB/s", "of read", "floor", "goal", "of goal"), "-"
+        )
+    median = statistics.median(times)
+    floor = moved / rate / 1e3
+    scaled = goal * GOALS_AT / rate if goal and uniform else None
+    return {
+        "µs": median,
+        "spread": f"{min(times):.1f}-{max(times):.1f}",
+        "MB": moved / 1e6,
+        "GB/s": moved / median / 1e3,
+        "of read": floor / median,
+        "floor": floor,
+        "goal": scaled if scaled else "-",
+        "of goal": median / scaled if scaled else "-",
+    }
