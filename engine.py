@@ -246,7 +246,7 @@ class Engine:
             lower = {
                 "weights": "use more ranks (tp.size)",
                 "cache": "lower decode.context, decode.batch or decode.pages",
-                "scratch": "lower decode.context, decode.prefill_chunk or draft.budget",
+                "scratch": "lower decode.batch, decode.prefill_chunk or draft.budget",
             }[max(need, key=need.get)]
             raise UserError(
                 f"{launcher.limits.name}: {free / 2**30:.2f} GiB of memory are free, "

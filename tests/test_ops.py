@@ -7,7 +7,6 @@ written.
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -223,21 +222,6 @@ def test_errors_name_operation_and_argument(kernels) -> None:
         b.ops.latent_attention(
             one, b.send(np.zeros((1, 32768, 8), np.float32)), one.reshape(1, 8), plan, 1.0, 4, 1
         )
-
-
-def test_start_up_names_a_kernel_that_does_not_fit(kernels) -> None:
-    """As if a block had 101,376 bytes (sm_120): all fits, up to a tree that is too wide."""
-    import ops
-    from tests import toy
-    from tests.conftest import launcher
-
-    device = ops.CudaOps(launcher=launcher(kernels))
-    device.launcher = SimpleNamespace(limits=ops.Limits("small", "sm_120", 101_376, 1))
-    model = config.parse_model({**toy.DIMS, "quantization_config": toy.INT4}, source="toy")
-    for leaf in (16, 64, 128, 512):
-        device.check_fit(model, None, leaf, 256)
-    with pytest.raises(config.UserError, match="build_trees: needs .* lower draft.budget"):
-        device.check_fit(model, None, 64, 2048)
 
 
 def test_no_rows_no_launch(backend: Backend) -> None:

@@ -1,0 +1,208 @@
+"""What a device may do to its user: no driver, an old one, too little memory, a kernel that fails,
+a kernel that does not fit, a cache of compiled code that is old or shared (cases I1, I5)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import config
+import engine
+import ops
+from config import UserError
+from tests import toy
+from tests.conftest import launcher
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = pytest.mark.parametrize(
+    "device", ("emulate", pytest.param("cuda", marks=pytest.mark.gpu)), indirect=True
+)
+SMALL = 101_376  # shared bytes that a block may have on sm_120
+
+
+# ---- before anything is loaded -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "driver, said",
+    [
+        (0, "no NVIDIA GPU was found (there is no driver); use --device cpu"),
+        (12080, "the NVIDIA driver is too old: it runs CUDA 12.8, this CuPy needs 13.0; update"),
+        (13000, "the NVIDIA driver cannot be used: broken; use --device cpu"),
+    ],
+)
+def test_a_driver_that_does_not_do(monkeypatch, driver: int, said: str) -> None:
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def count():
+        raise CUDARuntimeError("broken")
+
+    runtime = SimpleNamespace(
+        CUDARuntimeError=CUDARuntimeError,
+        getDeviceCount=count,
+        driverGetVersion=lambda: driver,
+        runtimeGetVersion=lambda: 13000,
+    )
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    with pytest.raises(UserError) as caught:
+        ops.CudaLauncher()
+    assert str(caught.value).startswith(f"--device cuda: {said}")
+
+
+def engine_on(device: str, directory: Path, monkeypatch, made=None, **settings) -> engine.Engine:
+    made = made or ops.CudaOps(launcher=launcher(device))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "make_ops", lambda *_: made)
+        return toy.engine_of(directory, drafter=True, **settings)
+
+
+@KERNELS
+def test_memory_is_forecast_before_weights_are_read(device, tmp_path, monkeypatch) -> None:
+    """What needs how much, and what to lower: here the weights, then a long cache."""
+    directory = toy.write_checkpoint(tmp_path / "toy", drafter={})
+    monkeypatch.setattr(type(launcher(device)), "free_bytes", lambda _: 1000)
+    monkeypatch.setattr(engine.loader, "load_target", None)  # not called
+    for settings, advice in (
+        ({"batch": 1, "prefill_chunk": 16}, "use more ranks (tp.size)"),
+        ({"pages": 10**6}, "lower decode.context, decode.batch or decode.pages"),
+        ({"prefill_chunk": 4096}, "decode.prefill_chunk or draft.budget"),
+    ):
+        with pytest.raises(UserError) as caught:
+            engine_on(device, directory, monkeypatch, **settings)
+        assert "0.00 GiB of memory are free" in str(caught.value), settings
+        assert all(f"{what} " in str(caught.value) for what in ("weights", "cache", "scratch"))
+        assert str(caught.value).endswith(advice), (settings, caught.value)
+
+
+@KERNELS
+def test_i5_every_kernel_fits_a_small_block_or_is_named(device, tmp_path, monkeypatch) -> None:
+    """As on sm_120: K2.6 fits with every tree; what would not is named before weights are read; and
+    no launch asks for more than start-up has checked."""
+    kernels = ops.CudaOps(launcher=launcher(device))
+    limits = ops.Limits("small", "sm_120", SMALL, 1)
+    small = SimpleNamespace(launcher=SimpleNamespace(limits=limits), name="cuda")
+    dims = {
+        **toy.DIMS,
+        **dict(hidden_size=7168, num_attention_heads=64, q_lora_rank=1536, kv_lora_rank=512),
+        **dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=384),
+        **dict(intermediate_size=18432, moe_intermediate_size=2048, num_experts_per_tok=8),
+        "quantization_config": toy.INT4,
+    }
+    k26 = config.parse_model(dims, source="K2.6")
+    drafter = SimpleNamespace(head_dim=128)
+    for budget in (1, 2, 7, 8, 16, 33, 64, 256):
+        ops.CudaOps.check_fit(small, k26, drafter, 64, budget)
+    with pytest.raises(UserError, match="build_trees: needs .* lower draft.budget"):
+        ops.CudaOps.check_fit(small, k26, drafter, 64, 2048)
+    with pytest.raises(UserError, match="_spans: needs .* on small has 101376; lower decode.leaf"):
+        ops.CudaOps.check_fit(small, k26, drafter, 8192, 64)
+
+    directory = toy.write_checkpoint(tmp_path / "toy", drafter={})
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels.launcher, "limits", ops.Limits("tiny", "sm_00", 1024, 1))
+        with pytest.raises(UserError, match=r"\w+: needs \d+ bytes of shared memory"):
+            engine_on(device, directory, patch, kernels)
+
+    made = engine_on(device, directory, monkeypatch, kernels)
+    needs = ops.shared_needs(made.dims, made.draft_dims, 16, made.settings.draft.budget)
+    launches: list[ops.Launch] = []
+    kernels.listener = launches.append
+    toy.decode(made, [[1, 2, 3]], "tree", made.settings.draft.budget, max_tokens=3)
+    assert launches
+    for launch in launches:
+        assert launch.shared_bytes <= needs.get(launch.kernel, ops.SHARED_DEFAULT), launch.kernel
+
+
+# ---- a kernel that fails -----------------------------------------------------------------------
+
+
+@KERNELS
+def test_a_kernel_that_fails_is_named_in_one_line(device, tmp_path) -> None:
+    """A read far out of bounds, in a process of its own: a GPU's context does not survive it."""
+    for pattern in ("*.py", "*.cu"):
+        for file in ROOT.glob(pattern):
+            shutil.copy(file, tmp_path)
+    shutil.copytree(ROOT / "tests/emulator", tmp_path / "tests/emulator")
+    source = tmp_path / "kernels.cu"
+    text, residual = source.read_text(), "__fadd_rn(to_float(x[i]), round_to_act(y[i]))"
+    assert text.count(residual) == 1
+    source.write_text(text.replace(residual, "*(volatile float*)(x + (1ll << 42))"))
+    toy.write_checkpoint(tmp_path / "toy")
+    settings = {"model": {"path": "toy"}, "decode": {"leaf": 16}}
+    (tmp_path / "toy.yaml").write_text(json.dumps(settings))
+    command = [sys.executable, "engine.py", "--config", "toy.yaml", "--device", device]
+    for flag in ("--debug-kernels", None):
+        done = subprocess.run(
+            [*command, "--prompt", "abc", "--max-tokens", "2", *([flag] if flag else [])],
+            cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        lines = [row for row in done.stderr.splitlines() if "vision tensors" not in row]
+        assert done.returncode == config.DEVICE_FAULT, done.stderr
+        assert len(lines) == 1, done.stderr
+        if flag or device == "emulate":
+            assert lines[0].startswith("error: add with a grid of ("), done.stderr
+        else:
+            assert lines[0].endswith("--debug-kernels names it"), done.stderr
+
+
+# ---- old or shared compiled code ---------------------------------------------------------------
+
+
+@KERNELS
+def test_i1_a_changed_prelude_or_option_compiles_again(device, tmp_path) -> None:
+    source = tmp_path / "kernels.cu"
+    text = (
+        "// ==== prelude ====\n__device__ float shared_value() { return 1; }\n"
+        '// ==== probe ====\nextern "C" __global__ void probe(float* y) {\n'
+        "  if (threadIdx.x == 0) y[0] = shared_value() + OPTION;\n}\n"
+    )
+
+    def value(kernels, option: int) -> float:
+        y = kernels.empty((1,))
+        kernels._launch("probe", "probe", (1,), y, defines=(("OPTION", option),))
+        return float(kernels.download(y)[0])
+
+    def fresh() -> ops.CudaOps:
+        return ops.CudaOps(launcher=launcher(device), directory=tmp_path)
+
+    source.write_text(text)
+    first = fresh()
+    assert value(first, 10) == 11 and value(first, 20) == 21
+    source.write_text(text.replace("return 1", "return 2"))
+    assert value(fresh(), 10) == 12 and value(fresh(), 20) == 22  # as in a process started anew
+    assert value(first, 10) == 11
+    assert first.reload() == ["prelude", "probe"] and value(first, 10) == 12
+
+
+SCRIPT = """
+import sys, numpy as np, ops
+launcher = ops.CudaLauncher() if sys.argv[1] == "cuda" else ops.EmulatorLauncher()
+kernels = ops.CudaOps(launcher=launcher)
+x = launcher.upload(np.linspace(-3, 3, 1000, dtype=np.float32).reshape(4, 250))
+print(kernels.download(kernels.silu_mul(x, x)).tobytes().hex())
+"""
+
+
+@KERNELS
+def test_i1_processes_start_with_one_empty_cache(device, tmp_path) -> None:
+    """Eight of them; three for the emulator, whose cache is made alike and slow to fill."""
+    environment = {
+        **os.environ, "XDG_CACHE_HOME": str(tmp_path), "CUPY_CACHE_DIR": str(tmp_path / "cupy"),
+        "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    command = [sys.executable, "-c", SCRIPT, device]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    n = 8 if device == "cuda" else 3
+    started = [subprocess.Popen(command, env=environment, cwd=ROOT, **pipes) for _ in range(n)]
+    outputs = [process.communicate(timeout=300) for process in started]
+    assert [process.returncode for process in started] == [0] * n, outputs
+    assert len({out for out, _ in outputs}) == 1 and len(outputs[0][0]) == 8001
