@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 import time
 from functools import cache
 from pathlib import Path
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 pytest.register_assert_rewrite("tests.op_cases")  # before anybody imports it
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = ("cpu", "emulate", pytest.param("cuda", marks=pytest.mark.gpu))
-_counts = {"passed": 0, "failed": 0}
+_ran: list[tuple[str, str, float]] = []  # node id, outcome, seconds of every test on a GPU
 _started = time.time()
 
 
@@ -72,13 +73,33 @@ def backend(device, request) -> Backend:
 
 
 def pytest_runtest_logreport(report) -> None:
-    if report.when == "call" and "gpu" in report.keywords and report.outcome in _counts:
-        _counts[report.outcome] += 1
+    if report.when == "call" and "gpu" in report.keywords and report.outcome != "skipped":
+        _ran.append((report.nodeid, report.outcome, report.duration))
+
+
+def _summed(key) -> dict[str, dict[str, float]]:
+    """What ran, by key(node id); a key of None is left out."""
+    found: dict[str, dict[str, float]] = {}
+    for node, outcome, seconds in _ran:
+        if (name := key(node)) is not None:
+            row = found.setdefault(name, {"passed": 0, "failed": 0, "seconds": 0.0})
+            row[outcome] += 1
+            row["seconds"] = round(row["seconds"] + seconds, 3)
+    return dict(sorted(found.items()))
+
+
+def _operation_of(node: str) -> str | None:
+    """Of an op test, the case that it ran."""
+    from tests import op_cases
+
+    cases = op_cases.SUMS + op_cases.ROUTER + op_cases.DECODING
+    names = {case.__name__.rstrip("_") for case, _ in cases}
+    return next((part for part in re.split(r"[\[\]-]", node) if part in names), None)
 
 
 def pytest_sessionfinish(session) -> None:
     """What ran on which card, once anything has run on one."""
-    if not sum(_counts.values()):
+    if not _ran:
         return
     import cupy
 
@@ -100,7 +121,9 @@ def pytest_sessionfinish(session) -> None:
             "cuda": cupy.cuda.runtime.runtimeGetVersion(),
             "nvrtc": list(cupy.cuda.nvrtc.getVersion()),
         },
-        "tests": dict(_counts),
+        "tests": {o: sum(r[1] == o for r in _ran) for o in ("passed", "failed")},
+        "files": _summed(lambda node: node.partition("::")[0]),
+        "operations": _summed(_operation_of),
         "seconds": round(time.time() - _started, 1),
     }
     (ROOT / "tests" / "gpu_report.json").write_text(json.dumps(report, indent=2) + "\n")
