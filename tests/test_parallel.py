@@ -53,15 +53,22 @@ CUT = {"many-fp32": (0, 0, 1), "many-int4": (2, 2, 3), "nano-fp32": (0, 0, 0),
 
 
 def engine_of(
-    directory: Path, comm=None, cut=CUTS[0], drafter=False, load=True, **decode
+    directory: Path,
+    comm=None,
+    cut=CUTS[0],
+    drafter=False,
+    device="cpu",
+    activation="float32",
+    **decode,
 ) -> Engine:
     settings = config.Config(
         model=config.ModelSection(path=directory, lora_norm_eps=None, stated=()),
         tp=config.TensorParallel(size=comm.size if comm else 1, cut=cut),
+        kernels=config.Kernels(activation=activation),
         draft=config.Draft(path=directory / "drafter" if drafter else None),
         decode=config.Decode(**{"batch": 8, "prefill_chunk": 32, "leaf": 16, "span": 2, **decode}),
     )
-    return Engine(settings, "cpu", comm=comm, load=load)
+    return Engine(settings, device, comm=comm)
 
 
 @pytest.fixture(scope="module")
@@ -167,20 +174,16 @@ def test_vocabularies_that_do_not_divide(worlds, tmp_path, vocab_size):
     toy.assert_same_results(*(toy.decode(e, prompts, max_tokens=6) for e in (one, two)))
 
 
-@pytest.mark.parametrize(
-    ("device", "activation"), [("cpu", "float32"), ("cpu", "bfloat16"), ("emulate", "float32")]
-)
-def test_requests_come_and_go_alike(worlds, tmp_path, device, activation):
+@pytest.mark.parametrize("activation", ["float32", "bfloat16"])
+def test_requests_come_and_go_alike(worlds, tmp_path, activation):
     """Few pages and slots: sequences are put back, cancelled, found again; one is to be scored."""
     toy.write_checkpoint(tmp_path, drafter={})
+    params = SamplingParams(max_tokens=14, temperature=1.0, seed=5, ignore_eos=True)
+    texts = ["a long prompt here", "b", "another one"]
     got = []
     for comm in (None, worlds(2)):
-        settings = engine_of(tmp_path, comm, drafter=True, load=False, batch=2, pages=5).settings
-        kernels = config.Kernels(activation=activation)
-        engine = Engine(dataclasses.replace(settings, kernels=kernels), device, comm=comm)
+        engine = engine_of(tmp_path, comm, drafter=True, activation=activation, batch=2, pages=5)
         engine.use("tree", 6)
-        params = SamplingParams(max_tokens=14, temperature=1.0, seed=5, ignore_eos=True)
-        texts = ["a long prompt here", "b", "another one"]
         some = [engine.submit(t, params, keep_logits=True, echo=t == "b") for t in texts]
         for _ in range(4):
             engine.step()
@@ -188,11 +191,24 @@ def test_requests_come_and_go_alike(worlds, tmp_path, device, activation):
         while any(s.finish_reason is None for s in some):
             engine.step()
         got.append([s.result() for s in some])
-        again = engine.generate(texts[:1], params, keep_logits=True)
-        got[-1] += again
+        got[-1] += engine.generate(texts[:1], params, keep_logits=True)
     toy.assert_same_results(got[1], got[0])
     assert toy.same_bits(got[1][1].prompt_logprobs, got[0][1].prompt_logprobs)
     assert got[0][0].finish_reason == "cancelled"
+
+
+def test_recorded_rounds_on_two_ranks(worlds, tmp_path):
+    """The kernels as host code: drafts, trees and walks stay where they are, rank 0's on each."""
+    toy.write_checkpoint(tmp_path, drafter={})
+    params = SamplingParams(max_tokens=5, temperature=1.0, seed=5, ignore_eos=True)
+    got = []
+    for comm in (None, worlds(2)):
+        engine = engine_of(tmp_path, comm, drafter=True, device="emulate", batch=2)
+        engine.use("tree", 4)
+        got.append(engine.generate(["hello", "b"], params, keep_logits=True))
+        assert engine.rounds.graphs
+    toy.assert_same_results(got[1], got[0])
+    assert [r.steps for r in got[1]] == [r.steps for r in got[0]]
 
 
 # ---- rank 0 decides ----------------------------------------------------------------------------
