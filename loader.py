@@ -1311,10 +1311,12 @@ class Share:
         self.fd = self._open(length)
         self.memory = mmap.mmap(self.fd, length)
         try:
-            self._say(0, digest)
-            seen = self._wait(0, 1)
-            if self.rank == 0:
-                os.unlink(self.path)
+            try:
+                self._say(0, digest)
+                seen = self._wait(0, 1)
+            finally:
+                if self.rank == 0:
+                    os.unlink(self.path)
             if set(seen) != {digest}:
                 raise UserError(
                     f"rank {self.rank}: the ranks of this host plan different reads; do all load"

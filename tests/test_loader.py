@@ -1,10 +1,15 @@
-"""Loader: INT4 packing, tensor-parallel slices, and every way in which a checkpoint can be bad."""
+"""Loader: INT4 packing, tensor-parallel slices, reads, and every way in which a checkpoint can be
+bad. (Checkpoints of the published layout, and those cut for ranks: test_make_checkpoint.py.)"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import itertools
 import json
 import os
 import random
+import threading
 import tracemalloc
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -374,6 +379,198 @@ def test_small_chunks_and_a_progress_bar_change_nothing(tmp_path, monkeypatch, c
         assert_same(whole[rank], weights)
         assert plan.bytes == sum(a.nbytes for a in arrays(weights))
     assert "B/s" in capsys.readouterr().err
+
+
+def planned(directory: Path, rank: int = 0, size: int = 1) -> loader.Plan:
+    checkpoint = loader.open_checkpoint(directory)
+    tp = config.TensorParallel(size=size)
+    return loader.plan_target(checkpoint, parse(checkpoint.config_json), tp=tp, rank=rank)
+
+
+@pytest.mark.parametrize("chunk", [300, 5000, 8 << 20])
+@pytest.mark.parametrize("direct", [True, False])
+def test_past_the_page_cache(tmp_path, monkeypatch, chunk, direct):
+    """With O_DIRECT, and where a file system refuses it, at open or at the first read."""
+    cfg = toy_config()
+    directory = write(tmp_path, cfg, toy_tensors(cfg), shards=3)
+    whole = load(directory)
+    monkeypatch.setattr(loader, "DIRECT_FROM", 0)
+    monkeypatch.setattr(loader, "CHUNK", chunk)
+    assert_same(whole, load(directory))
+    real, refusals = os.open if direct else os.preadv, []
+
+    def refusing(*arguments):
+        asked = arguments[1] if direct else fcntl.fcntl(arguments[0], fcntl.F_GETFL)
+        if asked & os.O_DIRECT:
+            refusals.append(1)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "open" if direct else "preadv", refusing)
+    assert_same(whole, load(directory))
+    assert len(refusals) >= 3
+
+
+@pytest.mark.parametrize("cut", [64, 5000])
+def test_b1_shrunk_shard_past_the_page_cache(tmp_path, monkeypatch, cut):
+    cfg = toy_config()
+    plan = planned(write(tmp_path, cfg, toy_tensors(cfg)))
+    os.truncate(shard_of(tmp_path), shard_of(tmp_path).stat().st_size - cut)
+    monkeypatch.setattr(loader, "DIRECT_FROM", 0)
+    refused(lambda: loader.load_target(plan), "model.safetensors", "truncated")
+
+
+def test_neighbours_are_read_together_and_far_ones_apart(tmp_path, monkeypatch):
+    cfg = toy_config()
+    plan = planned(write(tmp_path, cfg, toy_tensors(cfg)), 0, 2)
+    monkeypatch.setattr(loader, "CHUNK", 20_000)
+    monkeypatch.setattr(loader, "GAP", 64)
+    extents, none = loader._extents(plan.slots, sharing=False)
+    assert not none and len(extents) > 10
+    size = (tmp_path / "model.safetensors").stat().st_size
+    parts = [part for extent in extents for part in extent.parts]
+    assert parts == sorted(parts, key=lambda part: part.begin)
+    for extent in extents:
+        assert extent.begin % loader.PAGE == 0 and extent.begin + len(extent) <= size
+        assert len(extent) <= 20_000 or len(extent.parts) == 1
+        for one, following in itertools.pairwise(extent.parts):
+            assert 0 <= following.begin - one.end <= 64
+    wanted = sum(p.rows * (p.columns[1] - p.columns[0]) for p in parts)
+    assert wanted == plan.bytes
+
+
+def test_place_gets_each_array_once_and_stands_for_it(tmp_path):
+    cfg = toy_config(vocab_size=61)
+    plan = planned(write(tmp_path, cfg, toy_tensors(cfg), shards=2))
+    whole, seen = loader.load_target(plan), {}
+
+    def place(slot, array):
+        assert threading.current_thread() is threading.main_thread()
+        assert slot.name not in seen and array.shape == slot.shape
+        seen[slot.name] = array
+        return slot.name
+
+    placed = loader.load_target(plan, place=place)
+    assert placed.embed == "model.embed_tokens.weight" and len(seen) == len(plan.slots)
+    expert = placed.layers[1].mlp.experts_up
+    assert expert.scales == "model.layers.1.mlp.experts.0.up_proj.weight_scale"
+    assert same_bits(seen[expert.scales], whole.layers[1].mlp.experts_up.scales)
+    assert same_bits(seen[placed.embed], whole.embed)
+    with pytest.raises(ZeroDivisionError):
+        loader.load_target(plan, place=lambda slot, array: 1 / 0)
+
+
+def test_read_piece(tmp_path):
+    cfg = toy_config()
+    t = toy_tensors(cfg)
+    plan = planned(write(tmp_path, cfg, t), 1, 2)
+    slot = plan.weights.layers[1].mlp.experts_down.packed
+    name = "model.layers.1.mlp.experts.7.down_proj.weight_packed"
+    assert same_bits(loader.read_piece(plan, slot, slot.pieces[7], 5), t[name][:5, 8:].copy())
+    bias = plan.weights.layers[1].mlp.bias
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert same_bits(loader.read_piece(plan, bias, bias.pieces[0], 64), t[name])
+
+
+def test_read_rate(tmp_path):
+    cfg = toy_config()
+    checkpoint = loader.open_checkpoint(write(tmp_path, cfg, toy_tensors(cfg), shards=2))
+    rate = loader.read_rate(checkpoint, 1 << 30)
+    assert rate.bytes > 10_000 and rate.gb_per_s > 0
+
+
+# ---- what the ranks of a host share --------------------------------------------------------------
+
+
+def load_together(plans: list[loader.Plan], path: Path, **options) -> list:
+    """Every rank in a thread of its own; its weights or its error."""
+    out: list = [None] * len(plans)
+
+    def one(rank: int) -> None:
+        share = loader.Share(path, rank, len(plans))
+        try:
+            out[rank] = loader.load_target(plans[rank], share=share, **options)
+        except (UserError, ZeroDivisionError) as error:
+            out[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(plans))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    return out
+
+
+@pytest.mark.parametrize("chunk", [600, 8 << 20])
+@pytest.mark.parametrize("size", [2, 4])
+def test_shared_reads_give_the_same_weights_and_read_once(tmp_path, monkeypatch, size, chunk):
+    cfg = toy_config()
+    directory = write(tmp_path / "model", cfg, toy_tensors(cfg), shards=3)
+    alone = [load(directory, rank, size) for rank in range(size)]
+    monkeypatch.setattr(loader, "CHUNK", chunk)
+    plans = [planned(directory, rank, size) for rank in range(size)]
+    reads, real = [], loader._Extent.read
+    monkeypatch.setattr(
+        loader._Extent, "read", lambda self, *rest: reads.append(self.length) or real(self, *rest)
+    )
+    for weights, expected in zip(load_together(plans, tmp_path / "memory"), alone, strict=True):
+        assert_same(weights, expected)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]  # the memory has no name
+    shapes = 16 * 3 * 8  # weight_shape tensors are read by the plan
+    data = sum(t.end - t.begin for t in loader.open_checkpoint(directory).tensors.values())
+    assert sum(reads) == data - shapes
+
+
+def test_shared_reads_of_different_plans_are_refused(tmp_path):
+    cfg = toy_config()
+    t = toy_tensors(cfg)
+    plans = [
+        planned(write(tmp_path / "a", cfg, t), 0, 2),
+        planned(write(tmp_path / "b", cfg, t, shards=2), 1, 2),
+    ]
+    for error in load_together(plans, tmp_path / "memory"):
+        refused(lambda error=error: throw(error), "the ranks of this host plan different reads")
+
+
+def throw(error) -> None:
+    raise error
+
+
+def test_a_failing_rank_ends_the_others_waiting(tmp_path, monkeypatch):
+    cfg = toy_config()
+    plans = [planned(write(tmp_path / "model", cfg, toy_tensors(cfg)), r, 2) for r in range(2)]
+    monkeypatch.setattr(loader, "CHUNK", 600)
+    real = loader._Extent.read
+
+    def read(self, *rest):
+        if threading.current_thread() in guilty:
+            raise UserError("a disk error")
+        return real(self, *rest)
+
+    guilty: set[threading.Thread] = set()
+    rounds = loader.Share.rounds
+
+    def watched(self, *rest):
+        if self.rank == 1:
+            guilty.add(threading.current_thread())
+        return rounds(self, *rest)
+
+    monkeypatch.setattr(loader._Extent, "read", read)
+    monkeypatch.setattr(loader.Share, "rounds", watched)
+    one, two = load_together(plans, tmp_path / "memory")
+    assert "a disk error" in str(two)
+    assert "rank 1 of this host failed while the weights were loaded" in str(one)
+
+
+def test_a_rank_that_never_comes(tmp_path, monkeypatch):
+    cfg = toy_config()
+    plan = planned(write(tmp_path / "model", cfg, toy_tensors(cfg)), 0, 2)
+    monkeypatch.setattr(loader, "STALL", 0.05)
+    for rank in (0, 1):
+        share = loader.Share(tmp_path / f"memory{rank}", rank, 2)
+        refused(lambda share=share: loader.load_target(plan, share=share), f"rank {1 - rank}")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_without_shared_experts(tmp_path):
