@@ -311,11 +311,15 @@ def _shelves(placed: list[Layout], width: float) -> list[tuple[float, float]]:
 def svg_page(result: Result, token_text: Callable[[int], str], prompt: str) -> str:
     """The whole picture: a header, then the rounds in order."""
     placed = _layouts(result, token_text, MOST_ROUNDS)
-    inner = max([PAGE - 2 * SPACE] + [p.width for p in placed])
-    corners = _shelves(placed, inner)
+    corners = _shelves(placed, max([PAGE - 2 * SPACE] + [p.width for p in placed]))
     bottom = max([y + p.height for (_, y), p in zip(corners, placed, strict=True)], default=0)
     facts = " · ".join(f"{name} {value}" for name, value in _figures(result))
     title = shortened(" ".join(printable(prompt).split()), 110)
+    # No wider than what stands there; a character of the title's and the facts' fonts is narrower.
+    inner = max(
+        *(x + p.width for (x, _), p in zip(corners, placed, strict=True)),
+        *(cells(title) * 10.5, cells(facts) * 7.5, 790),
+    )
     parts = [
         f"<style>{STYLE}</style>",
         '<rect width="100%" height="100%" fill="#fff"/>',
