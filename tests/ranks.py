@@ -137,7 +137,7 @@ def check(comm: parallel.Comm) -> None:
     for shape in ((0, 5), (1, 1), (3, 7), (8, 384), (64, 4096), (65, 1031)):
         parts = [
             np.random.default_rng(r).standard_normal(shape, dtype=np.float32)
-            * np.float32(10.0) ** np.random.default_rng(9 + r).integers(-4, 4)
+            * np.float32(10.0 ** np.random.default_rng(9 + r).integers(-4, 4))
             for r in range(comm.size)
         ]
         level = parts
