@@ -154,8 +154,8 @@ def assert_same_rounds(results, expected) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", WITH_DRAFTER)
 def test_drafts_keep_their_bits(worlds, name, size):
-    """At 8 ranks the nano's two key/value heads are held by four ranks each. At 4, what can be whole
-    without the rest is."""
+    """At 8 ranks the nano's two key/value heads are held by four ranks each. At 4 what can be whole
+    without the rest is whole."""
     prompts = golden(name)[0][SOME]
     cut = CUTS[CUT[name][SIZES.index(size)]]
     if size == 4:
