@@ -253,7 +253,10 @@ def test_bad_yaml(settings, text, words):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ({"temperature": -1}, ["--temperature: expected a number of at least 0 and at most 100, got -1"]),
+        (
+            {"temperature": -1},
+            ["--temperature: expected a number of at least 0 and at most 100, got -1"],
+        ),
         ({"temperature": math.nan}, ["--temperature", "got nan"]),
         ({"temperature": math.inf}, ["--temperature", "got inf"]),
         ({"top_p": 0}, ["--top-p: expected a number above 0 and at most 1, got 0"]),
@@ -496,9 +499,7 @@ def test_kernels_follow_the_activation(settings):
     assert chosen() == ("simple", "simple")
     assert chosen(activation="bfloat16") == ("tensor_core", "tensor_core")
     assert chosen(activation="bfloat16", linear="simple") == ("simple", "tensor_core")
-    refused(
-        lambda: chosen(moe="tensor_core"), "kernels.moe", "tensor_core", "activation: float32"
-    )
+    refused(lambda: chosen(moe="tensor_core"), "kernels.moe", "tensor_core", "activation: float32")
 
 
 def test_context_need_not_be_whole_leaves(settings):
