@@ -428,6 +428,7 @@ def many(engine: Engine, file: Path, defaults: SamplingParams) -> int:
                 failed += result.error is not None
                 emitted += len(result.token_ids)
                 steps += result.steps
+                bar.clear()  # the line may go to the same terminal
                 print_json({"id": result.id, **summary(engine, result)})
                 bar.update()
                 rate = emitted / (time.perf_counter() - began)

@@ -373,7 +373,7 @@ class TestLibrary:
                 assert sequence.slot == -1 and sequence not in engine.waiting
                 result = sequence.result()
                 assert len(result.token_ids) == len(sequence.logits)
-                assert result.decode_s >= 0
+                assert result.decode_s >= 0 and result.prefill_s >= 0
             assert_same(Watch(engine).run([neighbour]), [alone(steady)])
             assert_nothing_left(engine)
             del sequence, reader, result, neighbour
