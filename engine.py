@@ -218,7 +218,8 @@ class Engine:
         if model.load == "generate":
             return loader.generate_weights(plan, self.ops, model.seed, progress=progress)
         share = self.shared_reads()
-        return loader.load_target(plan, progress=progress, place=self.ops.place, share=share)
+        load = loader.stream_target if plan is self.plan else loader.load_drafter
+        return load(plan, progress=progress, share=share)
 
     def forecast(self) -> dict[str, int]:
         """Bytes that this rank needs on the device: weights, cache and scratch."""

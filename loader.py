@@ -5,7 +5,8 @@ The way in has three steps, and nothing large is read or allocated before the se
     open_checkpoint   config files, index, every shard's header, each checked against its file
     plan_target       every tensor the model needs: its shard, byte range, this rank's part of it
                       and its destination; all that do not fit are reported together
-    load_target       threads read those parts, past the page cache, into the arrays
+    load_target       threads read those parts, past the page cache, into the arrays; or
+    stream_target     the same, a layer at a time
 
 The drafter goes the same way through `plan_drafter` and `load_drafter`. `generate_weights` fills
 the same plan from a seed, without files.
@@ -35,12 +36,12 @@ import stat
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
-from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import ml_dtypes
@@ -74,6 +75,7 @@ __all__ = [
     "quantise_int4",
     "read_piece",
     "read_rate",
+    "stream_target",
     "unpack_int4",
 ]
 
@@ -586,7 +588,7 @@ class TargetWeights:
     """
 
     embed: np.ndarray  # [V_r, H]
-    layers: tuple[LayerWeights, ...]
+    layers: Iterable[LayerWeights]  # a tuple, or an iterator where they come one by one
     norm: np.ndarray  # [H]
     head: np.ndarray  # [V_r, H]
 
@@ -668,9 +670,7 @@ class Plan:
 
     @property
     def slots(self) -> list[Slot]:
-        found: list[Slot] = []
-        _replace(self.weights, found.append)
-        return found
+        return _slots(self.weights)
 
     @property
     def bytes(self) -> int:
@@ -1036,84 +1036,170 @@ def load_drafter(
     return _load(plan, progress, place, share)
 
 
+def stream_target(
+    plan: Plan, *, progress: bool = False, share: Share | None = None
+) -> TargetWeights:
+    """`load_target` with `layers` an iterator: each layer once, in order. The next one is read
+    while a layer is worked on; no more than these two are in memory. The iterator raises too.
+    """
+
+    def loaded() -> Iterator[Any]:
+        trees = [replace(plan.weights, layers=()), *plan.weights.layers]
+        groups = [_slots(tree) for tree in trees]
+        arrays: dict[str, np.ndarray] = {}
+        with _Reading(plan.directory, groups, progress, share) as reading:
+            complete = reading.complete()
+            for g, tree in enumerate(trees):
+                reading.allowed = g + 1
+                while not all(slot.name in arrays for slot in groups[g]):
+                    slot, array = next(complete)
+                    arrays[slot.name] = array
+                    del array
+                yield _replace(tree, lambda slot: arrays.pop(slot.name))
+
+    trees = loaded()
+    return replace(next(trees), layers=trees)
+
+
 def _load(plan: Plan, progress: bool, place: Place | None, share: Share | None) -> Any:
-    slots = plan.slots
-    # Zeros, as padding must be; a large array of them costs nothing until it is written.
-    arrays: list[Any] = [np.zeros(slot.shape, slot.dtype) for slot in slots]
-    private, common = _extents(slots, share is not None and share.size > 1)
-    awaited = [0] * len(slots)  # rows of each slot that are still to come
-    for extent in private + common:
-        for part in extent.parts:
-            awaited[part.slot] += part.rows
-    lock, staging = threading.Lock(), threading.local()
+    arrays = {}
+    with _Reading(plan.directory, [plan.slots], progress, share) as reading:
+        for slot, array in reading.complete():
+            arrays[slot.name] = array if place is None else place(slot, array)
+            del array  # or it would outlive `place` until the next one is complete
+    return _replace(plan.weights, lambda slot: arrays[slot.name])
 
-    def arrived(parts: list[_Part]) -> list[int]:
-        """Book the parts; returns the slots that are now complete."""
+
+class _Reading:
+    """Fills the slots of a plan with threads, while the thread that opened it takes what is ready.
+
+    groups   of slots, which are begun in order
+    allowed  the last group that may be begun
+    """
+
+    def __init__(
+        self, directory: Path, groups: list[list[Slot]], progress: bool, share: Share | None
+    ):
+        self.directory, self.progress, self.share = directory, progress, share
+        self.slots = [slot for group in groups for slot in group]
+        self.ends = np.cumsum([len(group) for group in groups]).tolist()  # of each group's slots
+        self.private, self.common = _extents(groups, share is not None and share.size > 1)
+        self.awaited = [0] * len(self.slots)  # rows of each slot that are still to come
+        for extent in self.private + self.common:
+            for part in extent.parts:
+                self.awaited[part.slot] += part.rows
+        self.arrays: list[Any] = [None] * len(self.slots)
+        self.uncached = sum(slot.bytes for slot in self.slots) >= DIRECT_FROM
+        self.staging, self.staged = threading.local(), max([CHUNK, *map(len, self.private)])
+        self.ready: SimpleQueue = SimpleQueue()  # (bytes read, slots completed), or an error
+        self.lock = threading.Condition()  # of `awaited`, `begun` and `ended`
+        self.allowed, self.begun, self.ended = 0, -1, False
+
+    def __enter__(self) -> _Reading:
+        extents = self.private + self.common
+        total = sum(extent.length for extent in extents)
+        with ExitStack() as stack:
+            bar = tqdm(
+                total=total, unit="B", unit_scale=True, desc="weights", disable=not self.progress
+            )
+            self.bar = stack.enter_context(bar)
+            self.files = {
+                name: stack.enter_context(_opened(self.directory, name, self.uncached))
+                for name in sorted({extent.file for extent in extents})
+            }
+            if self.common:
+                longest = max(map(len, self.common))
+                stack.enter_context(self.share.attached(_digest(self.common), longest))
+            self.pool = ThreadPoolExecutor(READERS + (LANES if self.common else 0))
+            # An error or Ctrl-C ends it at once.
+            stack.callback(self.pool.shutdown, cancel_futures=True)
+            stack.callback(self.end)
+            if self.common:
+                stack.enter_context(self.share.telling())
+            self.stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.__exit__(*error)
+
+    def complete(self) -> Iterator[tuple[Slot, np.ndarray]]:
+        """Every slot with its array, once, as soon as it is complete; nobody else holds it then."""
+        for lane in range(LANES if self.common else 0):
+            self.pool.submit(self.report, self.read_common, lane)
+        batches = _batches(self.private)
+        batch, left = next(batches, None), len(self.slots)
+        while left:
+            while self.begun < min(self.allowed, len(self.ends) - 1):
+                for i in self.begin():  # nothing is read for these: a rank beyond the vocabulary
+                    left -= 1
+                    yield self.take(i)
+            while batch is not None and batch[0].group <= self.begun:
+                self.pool.submit(self.report, self.read, batch)
+                batch = next(batches, None)
+            if left:
+                found = self.ready.get()
+                if isinstance(found, BaseException):
+                    raise found
+                self.bar.update(found[0])
+                for i in found[1]:
+                    left -= 1
+                    yield self.take(i)
+
+    def begin(self) -> list[int]:
+        """Make the arrays of the next group; returns slots that need no reading."""
+        first = self.ends[self.begun] if self.begun >= 0 else 0
+        new = range(first, self.ends[self.begun + 1])
+        for i in new:
+            # Zeros, as padding must be; a large array of them costs nothing until it is written.
+            self.arrays[i] = np.zeros(self.slots[i].shape, self.slots[i].dtype)
+        empty = [i for i in new if not self.awaited[i]]
+        with self.lock:
+            self.begun += 1
+            self.lock.notify_all()
+        return empty
+
+    def take(self, i: int) -> tuple[Slot, np.ndarray]:
+        array, self.arrays[i] = self.arrays[i], None
+        return self.slots[i], array.astype(np.float32) if self.slots[i].upcast else array
+
+    def end(self) -> None:
+        with self.lock:
+            self.ended = True
+            self.lock.notify_all()
+
+    # -- in the threads
+
+    def report(self, work: Callable[[Any], None], argument: Any) -> None:
+        try:
+            work(argument)
+        except BaseException as error:  # raised again by the thread that waits
+            self.ready.put(error)
+
+    def read(self, batch: list[_Extent]) -> None:
+        if not hasattr(self.staging, "buffer"):
+            self.staging.buffer = mmap.mmap(-1, self.staged + 2 * PAGE)
+        buffer = memoryview(self.staging.buffer)
+        for extent in batch:
+            extent.read(self.files, buffer, self.uncached)
+            self.fill(extent, buffer)
+
+    def read_common(self, lane: int) -> None:
+        for extent, buffer in self.share.rounds(lane, self.common, self.files, self.uncached):
+            with self.lock:
+                self.lock.wait_for(lambda extent=extent: self.ended or self.begun >= extent.group)
+                if self.ended:
+                    return
+            self.fill(extent, buffer)
+
+    def fill(self, extent: _Extent, buffer: memoryview) -> None:
+        extent.scatter(buffer, self.slots, self.arrays)
         complete = []
-        with lock:
-            for part in parts:
-                awaited[part.slot] -= part.rows
-                if not awaited[part.slot]:
+        with self.lock:
+            for part in extent.parts:
+                self.awaited[part.slot] -= part.rows
+                if not self.awaited[part.slot]:
                     complete.append(part.slot)
-        return complete
-
-    def read(extents: list[_Extent]) -> tuple[int, list[int]]:
-        if not hasattr(staging, "buffer"):
-            staging.buffer = mmap.mmap(-1, longest)
-        complete = []
-        for extent in extents:
-            extent.read(files, memoryview(staging.buffer), uncached)
-            extent.scatter(memoryview(staging.buffer), slots, arrays)
-            complete += arrived(extent.parts)
-        return sum(extent.length for extent in extents), complete
-
-    def read_common(lane: int) -> tuple[int, list[int]]:
-        length, complete = 0, []
-        for extent, buffer in share.rounds(lane, common, files, uncached):
-            extent.scatter(buffer, slots, arrays)
-            complete += arrived(extent.parts)
-            length += extent.length
-        return length, complete
-
-    def finish(i: int) -> None:
-        array = arrays[i]
-        if slots[i].upcast:
-            array = array.astype(np.float32)
-        arrays[i] = array if place is None else place(slots[i], array)
-
-    total = sum(extent.length for extent in private + common)
-    uncached = plan.bytes >= DIRECT_FROM
-    longest = max([CHUNK, *(len(extent) for extent in private)]) + 2 * PAGE
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress)
-    with ExitStack() as stack:
-        stack.enter_context(bar)
-        files = {
-            name: stack.enter_context(_opened(plan.directory, name, uncached))
-            for name in sorted({extent.file for extent in private + common})
-        }
-        lanes = range(LANES if common else 0)
-        if common:
-            stack.enter_context(share.attached(_digest(common), max(map(len, common)) + 2 * PAGE))
-        pool = ThreadPoolExecutor(READERS + len(lanes))
-        stack.callback(pool.shutdown, cancel_futures=True)  # an error or Ctrl-C ends it at once
-        if common:
-            stack.enter_context(share.telling())
-        for i in [i for i, rows in enumerate(awaited) if not rows]:
-            finish(i)  # nothing is read for it: a rank beyond the vocabulary
-        pending: set[Future] = {pool.submit(read_common, lane) for lane in lanes}
-        batches = _batches(private)
-        pending |= {pool.submit(read, batch) for batch in islice(batches, 2 * READERS)}
-        while pending:
-            done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for task in done:
-                length, complete = task.result()
-                if batch := next(batches, None):
-                    pending.add(pool.submit(read, batch))
-                bar.update(length)
-                for i in complete:
-                    finish(i)
-    by_name = {slot.name: array for slot, array in zip(slots, arrays, strict=True)}
-    return _replace(plan.weights, lambda slot: by_name[slot.name])
+        self.ready.put((extent.length, complete))
 
 
 @dataclass(frozen=True, slots=True)
@@ -1141,6 +1227,7 @@ class _Part:
 class _Extent:
     """One read: a range of a file, at most about CHUNK long, and the parts that lie in it."""
 
+    group: int
     file: str
     parts: list[_Part]  # ascending
 
@@ -1175,14 +1262,16 @@ class _Extent:
             rows.reshape(part.rows, -1)[:] = read[:, slice(*part.columns)]
 
 
-def _extents(slots: list[Slot], sharing: bool) -> tuple[list[_Extent], list[_Extent]]:
-    """The reads of a rank, by file and offset: its own, and those that its host's ranks share.
+def _extents(groups: list[list[Slot]], sharing: bool) -> tuple[list[_Extent], list[_Extent]]:
+    """The reads of a rank, by group, file and offset: its own, and those that its host's ranks
+    share.
 
     Shared are rows of which this rank wants some columns, or that every rank wants.
     """
-    private: list[tuple[str, _Part]] = []
-    common: list[tuple[str, _Part]] = []
-    for number, slot in enumerate(slots):
+    private: list[tuple[int, str, _Part]] = []
+    common: list[tuple[int, str, _Part]] = []
+    slots = [(group, slot) for group, some in enumerate(groups) for slot in some]
+    for number, (group, slot) in enumerate(slots):
         size = slot.dtype.itemsize
         for piece in slot.pieces:
             tensor, (first, last) = piece.tensor, piece.rows
@@ -1196,37 +1285,37 @@ def _extents(slots: list[Slot], sharing: bool) -> tuple[list[_Extent], list[_Ext
             for row in range(first, last, step):
                 rows, begin = min(step, last - row), tensor.begin + row * row_bytes
                 part = _Part(begin, rows, row_bytes, columns, number, piece.index, row - first)
-                to.append((tensor.file, part))
+                to.append((group, tensor.file, part))
     return _merged(private), _merged(common)
 
 
-def _merged(parts: list[tuple[str, _Part]]) -> list[_Extent]:
+def _merged(parts: list[tuple[int, str, _Part]]) -> list[_Extent]:
     """Neighbours in one read, as far as it stays within CHUNK."""
     extents: list[_Extent] = []
-    for file, part in sorted(parts, key=lambda item: (item[0], item[1].begin)):
+    for group, file, part in sorted(parts, key=lambda item: (*item[:2], item[2].begin)):
         last = extents[-1] if extents else None
         if (
             last is not None
-            and last.file == file
+            and (last.group, last.file) == (group, file)
             and part.begin - last.parts[-1].end <= GAP
             and part.end - last.begin <= CHUNK
         ):
             last.parts.append(part)
         else:
-            extents.append(_Extent(file, [part]))
+            extents.append(_Extent(group, file, [part]))
     return extents
 
 
 def _batches(extents: list[_Extent]) -> Iterator[list[_Extent]]:
-    """Neighbouring reads, about CHUNK bytes together: one task each would be 100,000 tasks."""
+    """Neighbouring reads of a group, about CHUNK bytes together: one task each would be 100,000."""
     batch: list[_Extent] = []
     size = 0
     for extent in extents:
-        batch.append(extent)
-        size += len(extent)
-        if size >= CHUNK:
+        if batch and (size >= CHUNK or extent.group != batch[0].group):
             yield batch
             batch, size = [], 0
+        batch.append(extent)
+        size += len(extent)
     if batch:
         yield batch
 
@@ -1302,9 +1391,8 @@ class Share:
 
     @contextmanager
     def attached(self, digest: int, chunk: int) -> Iterator[None]:
-        """Memory for extents of up to `chunk` bytes, whole pages. All ranks must come in with the
-        same digest."""
-        self.chunk = chunk + -chunk % PAGE
+        """Memory for extents of up to `chunk` bytes. All ranks must come in with one digest."""
+        self.chunk = chunk + -chunk % PAGE + PAGE
         counters = (1 + 2 * LANES) * self.size * 8
         self.start = counters + -counters % PAGE
         length = self.start + LANES * self.size * self.chunk
@@ -1418,8 +1506,10 @@ def spread(name: str, shape: tuple[int, ...], group: int = 32) -> tuple[float, f
 
 def generate_weights(plan: Plan, ops: Any, seed: int = 0, *, progress: bool = False) -> Any:
     """Fill a plan without files, on the device of `ops`: the bits that tools/make_checkpoint.py
-    writes with this seed, whatever the rank. Norms and biases are made on the host."""
-    slots = plan.slots
+    writes with this seed, whatever the rank. Norms and biases are made on the host.
+
+    A target's `layers` are an iterator that makes each layer when it is asked for.
+    """
     bar = tqdm(total=plan.bytes, unit="B", unit_scale=True, desc="weights", disable=not progress)
 
     def filled(slot: Slot) -> Any:
@@ -1439,9 +1529,25 @@ def generate_weights(plan: Plan, ops: Any, seed: int = 0, *, progress: bool = Fa
         bar.update(slot.bytes)
         return array
 
-    with bar:
-        made = {slot.name: filled(slot) for slot in slots}
-    return _replace(plan.weights, lambda slot: made[slot.name])
+    weights = plan.weights
+    if isinstance(weights, DrafterWeights):
+        with bar:
+            return _replace(weights, filled)
+
+    def made() -> Iterator[Any]:
+        with bar:
+            for tree in (replace(weights, layers=()), *weights.layers):
+                yield _replace(tree, filled)
+
+    trees = made()
+    return replace(next(trees), layers=trees)
+
+
+def _slots(node: Any) -> list[Slot]:
+    """All slots of a tree of weights, in order."""
+    found: list[Slot] = []
+    _replace(node, found.append)
+    return found
 
 
 def _replace(node: Any, fill: Callable[[Slot], Any]) -> Any:

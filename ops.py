@@ -1077,10 +1077,6 @@ class CudaOps(TensorCoreKernels):
 
     # -- weights, once at load
 
-    def place(self, slot, array):
-        """Takes what loader.load_target has read: a matrix goes to the device at once."""
-        return self.launcher.upload(array) if array.ndim > 1 else array
-
     def blank(self, shape, dtype):
         """Zeros where `generate` fills them with a weight."""
         array = self.launcher.empty(shape, dtype)

@@ -525,8 +525,6 @@ class ReferenceOps:
         """Zeros of the activation type: the cache's pages."""
         return np.zeros(shape, np.float32)
 
-    place = None  # the loader's arrays are where these operations want them
-
     @staticmethod
     def blank(shape, dtype) -> np.ndarray:
         """Zeros where `generate` fills them with a weight."""

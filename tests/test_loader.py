@@ -425,7 +425,7 @@ def test_neighbours_are_read_together_and_far_ones_apart(tmp_path, monkeypatch):
     plan = planned(write(tmp_path, cfg, toy_tensors(cfg)), 0, 2)
     monkeypatch.setattr(loader, "CHUNK", 20_000)
     monkeypatch.setattr(loader, "GAP", 64)
-    extents, none = loader._extents(plan.slots, sharing=False)
+    extents, none = loader._extents([plan.slots], sharing=False)
     assert not none and len(extents) > 10
     size = (tmp_path / "model.safetensors").stat().st_size
     parts = [part for extent in extents for part in extent.parts]
