@@ -472,6 +472,8 @@ def watch_kernels(engine: Engine, prompt, arguments: argparse.Namespace) -> int:
     """Check every kernel; with --watch go on and check what is saved, until an interrupt."""
     from watch import Watch  # owns CuPy: nothing else may need it
 
+    if engine.comm is not None:
+        raise UserError("--watch and --check: the kernels of one rank only; use --tp 1")
     watch = Watch(engine, prompt, arguments.max_tokens)
     right = watch.begin()
     if arguments.check:

@@ -45,6 +45,7 @@ from spec_decode import Speculator, Tree, Walk
 from tokenizer import Tokenizer
 
 MODES = ("ar", "chain", "tree")
+SHARED_MEMORY = "/dev/shm"
 # What a rank that is started here runs; `parallel.start` adds its rank and their number.
 FOLLOWER = [
     sys.executable,
@@ -293,13 +294,20 @@ class Engine:
             self.comm.close()
 
     def shared_reads(self) -> loader.Share | None:
-        """What the ranks of a host read together goes through memory of a name new to each load."""
+        """Where the ranks of a host pass on what they read for each other: memory of a name new to
+        each load. None, and each reads for itself, where rank 0 finds too little room."""
         if self.comm is None:
             return None
-        name = self.comm.broadcast(f"kdtree-{uuid.uuid4().hex}" if self.rank == 0 else None)
-        if self.comm.local_size < 2:
+        name, need = None, 2 * loader.LANES * loader.CHUNK * self.comm.local_size
+        if self.rank == 0:
+            with suppress(OSError):
+                room = os.statvfs(SHARED_MEMORY)
+                if room.f_bavail * room.f_frsize > need:
+                    name = f"{SHARED_MEMORY}/kdtree-{uuid.uuid4().hex}"
+        name = self.comm.broadcast(name)
+        if name is None or self.comm.local_size < 2:
             return None
-        return loader.Share(f"/dev/shm/{name}", self.comm.local_rank, self.comm.local_size)
+        return loader.Share(name, self.comm.local_rank, self.comm.local_size)
 
     # -- the step loop
 

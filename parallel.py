@@ -20,6 +20,7 @@ Objects travel as pickles, so the port of rank 0 must be reachable by the ranks'
 from __future__ import annotations
 
 import atexit
+import ctypes
 import errno
 import functools
 import os
@@ -625,6 +626,8 @@ class NcclComm:
         self._host, self._cupy, self._nccl = host, cupy, nccl
         identity = host.broadcast(nccl.get_unique_id() if host.rank == 0 else None)
         self._comm = nccl.NcclCommunicator(self.size, identity, self.rank)
+        # Never freed: NCCL's destructor waits for captured graphs, and for the other ranks.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._comm))
         self._calls = 0
         self.tree_sum(cupy.zeros((self.size, 2), np.float32))  # connects, compiles what adds
         self.tree_sum(cupy.zeros((1, TWO_SHOT_BYTES // 4), np.float32))

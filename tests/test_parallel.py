@@ -304,8 +304,8 @@ def test_h1_one_failure_ends_all_ranks(runs, fault):
 # ---- the collectives, and who takes part -------------------------------------------------------
 
 
-def run_ranks(size: int, comm_of) -> None:
-    """Every collective, on a thread for each rank."""
+def run_ranks(size: int, comm_of, body) -> None:
+    """A thread for each rank does `body`, meets the others and ends."""
     pairs = [socket.socketpair() for _ in range(size - 1)]
     seats = [Seat(rank, size, rank, size, None) for rank in range(size)]
     comms = [SocketComm(seats[0], [ours for ours, _ in pairs])]
@@ -314,7 +314,7 @@ def run_ranks(size: int, comm_of) -> None:
 
     def rank(host) -> None:
         comm = comm_of(host)
-        ranks.check(comm)
+        body(comm)
         comm.barrier()
         if comm.rank:
             assert comm.broadcast() == End(3)
@@ -331,7 +331,7 @@ def run_ranks(size: int, comm_of) -> None:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_collectives_over_sockets(size):
-    run_ranks(size, lambda host: host)
+    run_ranks(size, lambda host: host, ranks.check)
 
 
 class DeviceArray(np.ndarray):
@@ -401,9 +401,8 @@ class NcclRank:
         self.world.group.calls.append(("recv", buffer, count * Nccl.WIDTH[kind], peer))
 
 
-@pytest.mark.parametrize("size", [2, 8])
-def test_collectives_over_nccl(monkeypatch, size):
-    """The calls, against a stand-in with CuPy's signatures: no GPU is needed, none is proved."""
+def use_stand_in(monkeypatch, size: int) -> None:
+    """`Nccl` for CuPy's, and CuPy's few functions."""
 
     def device(function):
         return lambda *arguments, **named: function(*arguments, **named).view(DeviceArray)
@@ -414,7 +413,34 @@ def test_collectives_over_nccl(monkeypatch, size):
     cupy.cuda = SimpleNamespace(nccl=Nccl(size), get_current_stream=lambda: stream)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
-    run_ranks(size, lambda host: parallel.on_device(host, "cuda"))
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_collectives_over_nccl(monkeypatch, size):
+    """The calls, against a stand-in with CuPy's signatures: no GPU is needed, none is proved."""
+    use_stand_in(monkeypatch, size)
+    run_ranks(size, lambda host: parallel.on_device(host, "cuda"), ranks.check)
+
+
+def test_a_missing_nccl_call_is_noticed(monkeypatch):
+    use_stand_in(monkeypatch, 2)
+
+    def uneven(comm) -> None:
+        if comm.rank:
+            comm.gather_columns(np.empty((0, 4), np.float32).view(DeviceArray))
+            with pytest.raises(parallel.RankFailed, match="rank 0 has made 2 NCCL calls, rank 1 3"):
+                comm.broadcast()
+        else:
+            comm.broadcast("hello")
+
+    run_ranks(2, lambda host: parallel.on_device(host, "cuda"), uneven)
+
+
+def test_ranks_on_gpus_need_nccl(monkeypatch):
+    use_stand_in(monkeypatch, 2)
+    sys.modules["cupy.cuda"].nccl.available = False
+    with pytest.raises(UserError, match="pip install nvidia-nccl-cu13"):
+        parallel.on_device(None, "cuda")
 
 
 def test_ranks_that_take_different_steps_are_told_so():
