@@ -231,7 +231,13 @@ DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, void* barrier
                :: "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
+// Dependent launch: a kernel that is launched as one may start before the kernel in front of it has
+// ended; it waits before it touches what that one writes, or reads what that one may still write.
+DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void grid_dependency_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 #else
+DEVICE void grid_dependency_wait() {}
+DEVICE void grid_dependency_launch() {}
 DEVICE void cp_async_16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
                :: "r"(shared_address(shared)), "l"(global) : "memory");

@@ -142,6 +142,7 @@ DEVICE void products(const bf16* x, const unsigned char* weight, int T, const Sh
   locate();
 #pragma unroll
   for (int i = 0; i < STAGES; i++) ring.start(i, from, there()), advance();
+  grid_dependency_wait();  // weights are always there; x comes from the kernel in front
 
   const int row = g * s.stride + (s.first + share * steps) * 32 + t * 8;  // of 64 rows: an int does
   uint4 b[AHEAD][NT] = {};  // of one chunk; rows past the last stay zero
@@ -205,6 +206,7 @@ DEVICE void products(const bf16* x, const unsigned char* weight, int T, const Sh
           }
       }
     }
+    if (item + gridDim.x >= items) grid_dependency_launch();  // late: its blocks take our places
 #pragma unroll
     for (int m = 0; m < MW; m++)
 #pragma unroll
@@ -344,48 +346,44 @@ DEVICE void load_words(const unsigned char* from, u32 (&to)[N]) {
   }
 }
 
-template <int GROUPS>
-DEVICE void multiply(const unsigned char* chunk, const uint4 (&b)[GROUPS], float (&sum)[2][4]) {
+// reload(k) makes b[k] that of the next chunk, as soon as this one is done with it.
+template <int GROUPS, class Reload>
+DEVICE void multiply(const unsigned char* chunk, const uint4 (&b)[GROUPS], float (&sum)[2][4],
+                     const Reload& reload) {
   constexpr int TOGETHER = GROUPS % 2 ? 1 : 2;  // groups whose codes lie side by side in a lane
   const int lane = threadIdx.x & 31;
+  u32 scales[2][GROUPS];
 #pragma unroll
-  for (int m = 0; m < 2; m++) {
-    const unsigned char* tile = chunk + m * GROUPS * TILE_GROUP;
-    u32 scales[GROUPS];
-    load_words(tile + GROUPS * 256 + lane / 4 * GROUPS * 4, scales);
+  for (int m = 0; m < 2; m++)
+    load_words(chunk + (m * TILE_GROUP + 256) * GROUPS + lane / 4 * GROUPS * 4, scales[m]);
 #pragma unroll
-    for (int p = 0; p < GROUPS / TOGETHER; p++) {
-      u32 codes[2 * TOGETHER];
-      load_words(tile + (p * 32 + lane) * TOGETHER * 8, codes);
+  for (int p = 0; p < GROUPS / TOGETHER; p++) {
+    u32 codes[2][2 * TOGETHER];
 #pragma unroll
-      for (int i = 0; i < TOGETHER; i++) {
-        const int k = p * TOGETHER + i;
+    for (int m = 0; m < 2; m++)
+      load_words(chunk + m * TILE_GROUP * GROUPS + (p * 32 + lane) * TOGETHER * 8, codes[m]);
+#pragma unroll
+    for (int i = 0; i < TOGETHER; i++) {
+      const int k = p * TOGETHER + i;
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
         float group[4] = {};
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          const u32 q = codes[2 * i + half];
+          const u32 q = codes[m][2 * i + half];
           const u32 a[4] = {two_codes(q), two_codes(q >> 4), two_codes(q >> 8), two_codes(q >> 12)};
           if (half == 0) mma_bf16(group, a, b[k].x, b[k].y);
           else mma_bf16(group, a, b[k].z, b[k].w);
         }
-        const float low = __uint_as_float(scales[k] << 16);
-        const float high = __uint_as_float(scales[k] & 0xffff0000u);
+        const float low = __uint_as_float(scales[m][k] << 16);
+        const float high = __uint_as_float(scales[m][k] & 0xffff0000u);
         sum[m][0] = __fmaf_rn(low, group[0], sum[m][0]);
         sum[m][1] = __fmaf_rn(low, group[1], sum[m][1]);
         sum[m][2] = __fmaf_rn(high, group[2], sum[m][2]);
         sum[m][3] = __fmaf_rn(high, group[3], sum[m][3]);
       }
+      reload(k);
     }
-  }
-}
-
-// GROUPS steps of x from `row` on, this lane's; zeros if `there` is false.
-template <int GROUPS>
-DEVICE void load_row(const bf16* row, bool there, uint4 (&b)[GROUPS]) {
-#pragma unroll
-  for (int k = 0; k < GROUPS; k++) {
-    b[k] = uint4{0, 0, 0, 0};
-    if (there) b[k] = *(const uint4*)(row + 32 * k);
   }
 }
 
@@ -495,6 +493,8 @@ expert_gate_up_mma(const bf16* x,                // [T, K], 16-byte aligned rows
   u64* barriers = (u64*)(sums + 2 * PARTS * 64);
   const int own = warp % PARTS;  // the other warps only help to sort and to join
   Ring<STAGES> ring(memory + own * STAGES * bytes, barriers + own * STAGES, bytes, warp < PARTS);
+  grid_dependency_wait();  // for ids and x
+  grid_dependency_launch();  // what follows may sort these ids meanwhile
   const Work work = sort_work(ids, T, top_k, E, (unsigned char*)(barriers + PARTS * STAGES));
   const int items = work.n_tiles * blocks;
 
@@ -514,21 +514,31 @@ expert_gate_up_mma(const bf16* x,                // [T, K], 16-byte aligned rows
 #pragma unroll
   for (int i = 0; i < STAGES; i++) ring.start(i, weight + (u64)piece * bytes, there()), advance();
 
+  // b: one chunk of this lane's row of x (rows of other lanes may be stale: nobody stores their sums).
+  // row: where the next chunk begins, -1 for none; an int does for 128 rows.
+  uint4 b[UP_GROUPS] = {};
+  auto row_of = [&](int item) {
+    if (item >= items) return -1;
+    const u32 tile = work.tiles[item / blocks];
+    if (g >= (int)(tile & 15u)) return -1;
+    const int pair = work.pairs[((tile & 0xffffu) >> 4) + g];
+    return (pair / top_k * PARTS + warp) * chunks * UP_GROUPS * 32 + lane % 4 * 8;
+  };
+  int row = row_of(warp < PARTS ? blockIdx.x : items);
+  auto reload = [&](int k) {
+    if (row >= 0) b[k] = *(const uint4*)(x + row + 32 * k);
+  };
+#pragma unroll
+  for (int k = 0; k < UP_GROUPS; k++) reload(k);
+
   int turn = 0;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    int row = -1;  // this lane's place in x, of up to 128 rows: an int does
-    {
-      const u32 tile = work.tiles[item / blocks];
-      if (g < (int)(tile & 15u))
-        row = (work.pairs[((tile & 0xffffu) >> 4) + g] / top_k * PARTS + warp) * chunks * UP_GROUPS * 32 +
-              lane % 4 * 8;
-    }
     float sum[2][4] = {};
+#pragma unroll 1
     for (int c = warp < PARTS ? 0 : chunks; c < chunks; c++) {
-      uint4 b[UP_GROUPS];
-      load_row<UP_GROUPS>(x + row, row >= 0, b);
-      if (row >= 0) row += 32 * UP_GROUPS;
-      multiply<UP_GROUPS>(ring.get(), b, sum);
+      if (c + 1 == chunks) row = row_of(item + gridDim.x);
+      else if (row >= 0) row += 32 * UP_GROUPS;
+      multiply<UP_GROUPS>(ring.get(), b, sum, reload);
       ring.replace(weight + (u64)piece * bytes, there());
       advance();
     }
@@ -613,21 +623,37 @@ expert_down_mma(const bf16* h,                // [T * top_k, width], 16-byte ali
       for (int i = 0; i < 8; i++) slots[p * 8 + i] = float4{0, 0, 0, 0};
   }
 
+  grid_dependency_wait();  // for h; the kernel that makes it began when ids and weights were there
+  // b, row: as above, of h.
+  uint4 b[DOWN_GROUPS] = {};
+  auto row_of = [&](int i, int leaf) {
+    if (i >= work.n_tiles) i = warp, leaf++;
+    if (i >= work.n_tiles || leaf >= leaves) return -1;
+    const u32 tile = work.tiles[i];
+    if (g >= (int)(tile & 15u)) return -1;
+    return work.pairs[((tile & 0xffffu) >> 4) + g] * width + leaf * leaf_width + t * 8;
+  };
+  int row = row_of(warp, 0);
+  auto reload = [&](int k) {
+    if (row >= 0) b[k] = *(const uint4*)(h + row + 32 * k);
+  };
+#pragma unroll
+  for (int k = 0; k < DOWN_GROUPS; k++) reload(k);
+
   for (int leaf = 0; leaf < leaves; leaf++) {
     for (int i = warp; i < work.n_tiles; i += WARPS) {
-      const u32 tile = work.tiles[i];
-      const int n = tile & 15u;
-      const u16* pairs = work.pairs + ((tile & 0xffffu) >> 4);
-      const bf16* row = h + (i64)(g < n ? pairs[g] : 0) * width + leaf * leaf_width + t * 8;
       float sum[2][4] = {};
+#pragma unroll 1
       for (int c = 0; c < chunks; c++) {
-        uint4 b[DOWN_GROUPS];
-        load_row<DOWN_GROUPS>(row, g < n, b);
-        row += 32 * DOWN_GROUPS;
-        multiply<DOWN_GROUPS>(ring.get(), b, sum);
+        if (c + 1 == chunks) row = row_of(i + WARPS, leaf);
+        else if (row >= 0) row += 32 * DOWN_GROUPS;
+        multiply<DOWN_GROUPS>(ring.get(), b, sum, reload);
         ring.replace(weight + (u64)piece * bytes, there());
         advance();
       }
+      const u32 tile = work.tiles[i];
+      const int n = tile & 15u;
+      const u16* pairs = work.pairs + ((tile & 0xffffu) >> 4);
       if (2 * t < n)
         slots[pairs[2 * t] * 8 + g] = float4{sum[0][0], sum[0][2], sum[1][0], sum[1][2]};
       if (2 * t + 1 < n)

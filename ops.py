@@ -13,6 +13,7 @@ compile cache needs no other key.
 from __future__ import annotations
 
 import copy
+import ctypes
 import math
 import os
 import re
@@ -49,6 +50,13 @@ REQUEST = np.dtype(  # struct Request of the kernels
 )
 TYPES = {FLOAT32: "float", BFLOAT16: "bf16"}  # the kernels' names
 Defines = tuple[tuple[str, object], ...]  # -D options of one section
+_C_TYPES = {
+    np.dtype(numpy): c
+    for numpy, c in (
+        (np.int32, ctypes.c_int32), (np.int64, ctypes.c_int64), (np.uint32, ctypes.c_uint32),
+        (np.uint64, ctypes.c_uint64), (np.float32, ctypes.c_float),
+    )
+}  # fmt: skip
 
 
 # ---- source ------------------------------------------------------------------------------------
@@ -194,6 +202,14 @@ class CudaLauncher:
         )
         device = cupy.cuda.Device()
         properties = cupy.cuda.runtime.getDeviceProperties(device.id)
+        self._driver = None
+        if int(device.compute_capability) >= 90:
+            try:
+                from cuda.bindings import driver
+            except ImportError:
+                pass  # kernels are then launched one after the other
+            else:
+                self._driver = driver
         self.limits = Limits(
             name=properties["name"].decode(),
             architecture=f"sm_{device.compute_capability}",
@@ -234,8 +250,30 @@ class CudaLauncher:
     def function(self, module, kernel: str):
         return module.get_function(kernel)
 
-    def launch(self, function, grid, block, args, shared_bytes: int) -> None:
-        function(grid, block, args, shared_mem=shared_bytes)
+    def launch(self, function, grid, block, args, shared_bytes: int, dependent=False) -> None:
+        """dependent: the kernel may start before the one in front of it has ended, and waits for it
+        itself; CuPy cannot ask for that, cuda.bindings can."""
+        if not dependent or self._driver is None:
+            function(grid, block, args, shared_mem=shared_bytes)
+            return
+        driver, made = self._driver, self._driver.CUlaunchConfig()
+        made.gridDimX, made.gridDimY, made.gridDimZ = grid
+        made.blockDimX, made.blockDimY, made.blockDimZ = block
+        made.sharedMemBytes = shared_bytes
+        made.hStream = driver.CUstream(self.xp.cuda.get_current_stream().ptr)
+        attribute = driver.CUlaunchAttribute()
+        names = driver.CUlaunchAttributeID
+        attribute.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        made.attrs, made.numAttrs = [attribute], 1
+        values = tuple(a.data.ptr if isinstance(a, self.array_type) else a.item() for a in args)
+        types = tuple(
+            ctypes.c_void_p if isinstance(a, self.array_type) else _C_TYPES[a.dtype] for a in args
+        )
+        kernel = driver.CUfunction(function.kernel.ptr)
+        (status,) = driver.cuLaunchKernelEx(made, kernel, (values, types), 0)
+        if status:
+            raise self.xp.cuda.driver.CUDADriverError(int(status))
 
     def upload(self, array):
         if isinstance(array, self.array_type):
@@ -341,7 +379,7 @@ class EmulatorLauncher:
     def function(self, module, kernel: str):
         return module.function(kernel)
 
-    def launch(self, function, grid, block, args, shared_bytes: int) -> None:
+    def launch(self, function, grid, block, args, shared_bytes: int, dependent=False) -> None:
         function(grid, block, args, shared_bytes)
 
     def upload(self, array: np.ndarray) -> np.ndarray:
@@ -540,7 +578,7 @@ MIN_PART = 128  # columns of K in one part, if a leaf is cut at all
 PARTS = 8  # parts of a leaf at most
 EXPERT_ROWS = 128  # rows of one launch over the experts
 DOWN_ROWS = (64, 32, 16, 8)  # rows of one launch of expert_down_mma: the most that fit in a block
-EXPERT_STAGES = 2  # pieces of weight that a warp has in flight
+STAGES = 2  # pieces of weight that a warp has in flight: three were no faster
 
 
 @dataclass(frozen=True)
@@ -585,22 +623,18 @@ def _piece(steps: int, most: int = 4) -> int:
     return next(n for n in range(most, 0, -1) if steps % n == 0)
 
 
-def linear_stages(shared_bytes: int) -> int:
-    """Pieces of weight that a warp of the dense kernels has in flight."""
-    return 3 if shared_bytes >= ROOMY else 2
+# -D of the dense section.
+LINEAR_DEFINES: Defines = (
+    ("STAGES", STAGES),
+    *((f"{name.upper()}_{t.eights}_{t.wide}", getattr(t, name))
+      for t in TILES for name in ("ahead", "resident")),
+)  # fmt: skip
 
 
-def linear_defines(stages: int) -> Defines:
-    """-D of the dense section: pieces in flight, and the table above."""
-    table = [(f"{name.upper()}_{t.eights}_{t.wide}", getattr(t, name)) for t in TILES
-             for name in ("ahead", "resident")]  # fmt: skip
-    return (("STAGES", stages), *table)
-
-
-def linear_shared_bytes(tile: Tile, stages: int, piece: int, own: int) -> int:
+def linear_shared_bytes(tile: Tile, piece: int, own: int) -> int:
     """Of the dense kernels; own: parts of K that one warp joins."""
     sums = WARPS * tile.wide * tile.eights * 512
-    rings = WARPS * stages * (piece * tile.wide * 1024 + 8)
+    rings = WARPS * STAGES * (piece * tile.wide * 1024 + 8)
     return rings + sums * (1 + (own - 1).bit_length())
 
 
@@ -666,18 +700,18 @@ class TensorExperts:
     @property
     def defines(self) -> Defines:
         return (
-            ("STAGES", EXPERT_STAGES),
+            ("STAGES", STAGES),
             ("PARTS", self.parts),
             ("UP_GROUPS", self.up_groups),
             ("DOWN_GROUPS", self.down_groups),
         )
 
     def up_shared_bytes(self, rows: int, top_k: int) -> int:
-        rings = self.parts * EXPERT_STAGES * (576 * self.up_groups + 8)
+        rings = self.parts * STAGES * (576 * self.up_groups + 8)
         return rings + 2 * self.parts * 1024 + _work_bytes(self.experts, rows, top_k)
 
     def down_shared_bytes(self, rows: int, top_k: int) -> int:
-        rings = WARPS * EXPERT_STAGES * (576 * self.down_groups + 8)
+        rings = WARPS * STAGES * (576 * self.down_groups + 8)
         slots = rows * 128 * (top_k + (self.leaves - 1).bit_length()) + 4 * rows * top_k
         return rings + slots + _work_bytes(self.experts, rows, top_k)
 
@@ -713,6 +747,7 @@ class TensorCoreKernels:
             "pack", "pack_dense", (_ceil(n, THREADS),), *sent, data, rows, k, stride, offset, wide,
             np.int64(n),
         )  # fmt: skip
+        self.launcher.synchronize()  # a dependent launch reads weights without waiting for this
         return TensorMatrix(data, outputs, k, leaves, row_cut, wide)
 
     def _pack_experts(self, gate: Int4Weight, up: Int4Weight, down: Int4Weight, leaves: int):
@@ -737,26 +772,26 @@ class TensorCoreKernels:
             )  # fmt: skip
             return data
 
+        both = pack(0, 1, width, hidden, width // 8, up_groups, 8, 0)
+        one = pack(2, 2, hidden, width, hidden // 16, down_groups, 16, 8)
+        self.launcher.synchronize()  # as above
         return TensorExperts(
-            pack(0, 1, width, hidden, width // 8, up_groups, 8, 0),
-            pack(2, 2, hidden, width, hidden // 16, down_groups, 16, 8),
-            n, width, hidden, leaves, up_groups, down_groups,
+            both, one, n, width, hidden, leaves, up_groups, down_groups,
         )  # fmt: skip
 
-    def _tile(self, rows: int, weight: TensorMatrix, parts: int) -> tuple[Tile, int, int, int]:
-        """The variant for so many rows: (tile, stages, piece, shared bytes); fewer rows a block
-        where the block has too little memory."""
+    def _tile(self, rows: int, weight: TensorMatrix, parts: int) -> tuple[Tile, int, int]:
+        """The variant for so many rows: (tile, piece, shared bytes); fewer rows a block where the
+        block has too little memory."""
         part_steps = weight.in_features // STEP // weight.leaves // weight.parts
         own, most = max(1, parts // WARPS), self.launcher.limits.shared_bytes
-        stages = linear_stages(most)
         variants = [t for t in TILES if t.wide == weight.wide]
         enough = next((t.eights for t in variants if 8 * t.eights >= rows), variants[-1].eights)
         for tile in reversed(variants):
             piece = _piece(part_steps, tile.ahead)
-            need = linear_shared_bytes(tile, stages, piece, own)
+            need = linear_shared_bytes(tile, piece, own)
             if tile.eights <= enough and need <= most:
                 break
-        return tile, stages, piece, need
+        return tile, piece, need
 
     def _mma(self, kernel: str, x, weight: TensorMatrix, out, columns: tuple, leaf=None) -> None:
         """x times a packed weight into `out`; with `leaf`, only that leaf's columns of K.
@@ -766,7 +801,7 @@ class TensorCoreKernels:
         parts = weight.parts * (weight.leaves if leaf is None else 1)
         steps = weight.in_features // STEP
         part_steps = steps // weight.leaves // weight.parts
-        tile, stages, piece, shared = self._tile(len(x), weight, parts)
+        tile, piece, shared = self._tile(len(x), weight, parts)
         items = _ceil(weight.blocks, WARPS // min(parts, WARPS))
         processors = self.launcher.limits.processors
         resident = max(1, min(tile.resident, self.launcher.limits.shared_bytes // shared))
@@ -776,7 +811,7 @@ class TensorCoreKernels:
             "linear_mma", f"{kernel}_{tile.eights}_{tile.wide}", grid, x, weight.data, out,
             *before, len(x), *after, weight.in_features, weight.blocks, steps,
             (leaf or 0) * part_steps * weight.parts, parts, part_steps, piece,
-            shared_bytes=shared, defines=linear_defines(stages),
+            shared_bytes=shared, defines=LINEAR_DEFINES, dependent=True,
         )  # fmt: skip
 
     def _mma_gate_up(self, op: str, x, weight: TensorMlp):
@@ -795,6 +830,7 @@ class TensorCoreKernels:
         weights = self._take("moe", "weights", weights, FLOAT32, n, top_k)
         h = self.empty((n * top_k, e.width), self.act)
         out = self.empty((n, e.hidden))
+        beside = out if shared is None else self._shared_leaves(x, shared, e.leaves)
         limits, blocks = self.launcher.limits, e.width // 16
         chunks = e.hidden // e.parts // STEP // e.up_groups
         for first in range(0, n, EXPERT_ROWS):
@@ -806,9 +842,8 @@ class TensorCoreKernels:
             self._launch(
                 "experts_mma", "expert_gate_up_mma", (min(most, resident * limits.processors),),
                 x[rows], ids[rows], e.gate_up, h[first * top_k :], count, top_k, e.experts, blocks,
-                chunks, shared_bytes=need, defines=e.defines,
+                chunks, shared_bytes=need, defines=e.defines, dependent=True,
             )  # fmt: skip
-        beside = out if shared is None else self._shared_leaves(x, shared, e.leaves)
         step = next(r for r in DOWN_ROWS if e.down_shared_bytes(r, top_k) <= limits.shared_bytes)
         for first in range(0, n, step):
             rows = slice(first, min(n, first + step))
@@ -817,7 +852,7 @@ class TensorCoreKernels:
                 "experts_mma", "expert_down_mma", (e.hidden // 32,), h[first * top_k :], ids[rows],
                 weights[rows], e.down, beside[rows], out[rows], count, top_k, e.experts, e.width,
                 e.hidden, e.leaves, int(shared is not None),
-                shared_bytes=e.down_shared_bytes(count, top_k), defines=e.defines,
+                shared_bytes=e.down_shared_bytes(count, top_k), defines=e.defines, dependent=True,
             )  # fmt: skip
         return out
 
@@ -886,13 +921,18 @@ class CudaOps(TensorCoreKernels):
                 options = (*OPTIONS, *defines_of(self.activation, defines))
                 self._modules[module_key] = self.launcher.compile(source, options, section)
             function = self.launcher.function(self._modules[module_key], kernel)
-            if shared_bytes > SHARED_DEFAULT:  # more must be asked for
+            if shared_bytes > function.max_dynamic_shared_size_bytes:  # more must be asked for
                 function.max_dynamic_shared_size_bytes = shared_bytes
             self._functions[key] = function
         return self._functions[key]
 
-    def _launch(self, section, kernel, grid, *args, shared_bytes=0, defines=()) -> None:
-        """Launch with checked grid, shared memory and casted scalars; no work, no launch."""
+    def _launch(
+        self, section, kernel, grid, *args, shared_bytes=0, defines=(), dependent=False
+    ) -> None:
+        """Launch with checked grid, shared memory and casted scalars; no work, no launch.
+
+        dependent: see CudaLauncher.launch
+        """
         grid = (*grid, *(1,) * (3 - len(grid)))
         if 0 in grid:
             return
@@ -910,7 +950,7 @@ class CudaOps(TensorCoreKernels):
         function = self._function(section, kernel, defines, shared_bytes)
         cast = tuple(_scalar(kernel, a) for a in args)
         try:
-            self.launcher.launch(function, grid, (THREADS, 1, 1), cast, shared_bytes)
+            self.launcher.launch(function, grid, (THREADS, 1, 1), cast, shared_bytes, dependent)
             if self.debug:
                 self.launcher.synchronize()
         except self.launcher.faults as error:

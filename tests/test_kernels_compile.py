@@ -68,7 +68,7 @@ def dense_bytes(kernel: str, architecture: str) -> int | None:
     most = ARCHITECTURES[architecture]
     eights, wide = map(int, kernel.split("_")[-2:])
     [tile] = [t for t in ops.TILES if (t.eights, t.wide) == (eights, wide)]
-    need = ops.linear_shared_bytes(tile, ops.linear_stages(most), tile.ahead, own=1)
+    need = ops.linear_shared_bytes(tile, tile.ahead, own=1)
     return need if need <= most else None
 
 
@@ -83,7 +83,7 @@ def test_every_section_compiles(architecture: str, activation: str, capsys) -> N
             continue  # tensor cores take bfloat16 activations
         variants = VARIANTS.get(section, [()])
         if section == "linear_mma":
-            variants = [ops.linear_defines(ops.linear_stages(ARCHITECTURES[architecture]))]
+            variants = [ops.LINEAR_DEFINES]
         for defines in variants:
             text = compile_section(section, architecture, activation, defines)
             for kernel, stores, loads, registers, rest in PTXAS.findall(text):
