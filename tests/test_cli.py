@@ -424,7 +424,7 @@ class TestBadInput:
         def load(*_, **__):
             pytest.fail("weights were loaded before the mistake was said")
 
-        monkeypatch.setattr(loader, "load_target", load)
+        monkeypatch.setattr(loader, "stream_target", load)
         prompt = () if "--prompt" in argv else ("--prompt", "hello")
         code, out, err = call(*argv, *prompt, on=own)
         assert (code, out) == (2, "")

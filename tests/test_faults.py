@@ -70,7 +70,7 @@ def test_memory_is_forecast_before_weights_are_read(device, tmp_path, monkeypatc
     """What needs how much, and what to lower: here the weights, then a long cache."""
     directory = toy.write_checkpoint(tmp_path / "toy", drafter={})
     monkeypatch.setattr(type(launcher(device)), "free_bytes", lambda _: 1000)
-    monkeypatch.setattr(engine.loader, "load_target", None)  # not called
+    monkeypatch.setattr(engine.loader, "stream_target", None)  # not called
     for settings, advice in (
         ({"batch": 1, "prefill_chunk": 16}, "use more ranks (tp.size)"),
         ({"pages": 10**6}, "lower decode.context, decode.batch or decode.pages"),

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import threading
+import time
 import tracemalloc
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -571,6 +572,79 @@ def test_a_rank_that_never_comes(tmp_path, monkeypatch):
         share = loader.Share(tmp_path / f"memory{rank}", rank, 2)
         refused(lambda share=share: loader.load_target(plan, share=share), f"rank {1 - rank}")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+# ---- a layer at a time ---------------------------------------------------------------------------
+
+
+def streamed(plan: loader.Plan, **options) -> loader.TargetWeights:
+    weights = loader.stream_target(plan, **options)
+    return replace(weights, layers=tuple(weights.layers))
+
+
+@pytest.mark.parametrize("chunk", [600, 8 << 20])
+def test_streamed_layers_are_the_same(tmp_path, monkeypatch, chunk):
+    cfg = toy_config(num_hidden_layers=4, vocab_size=61)
+    directory = write(tmp_path / "model", cfg, toy_tensors(cfg), shards=3)
+    whole = [load(directory, rank, 2) for rank in range(2)]
+    monkeypatch.setattr(loader, "CHUNK", chunk)
+    plans = [planned(directory, rank, 2) for rank in range(2)]
+    for plan, expected in zip(plans, whole, strict=True):
+        assert_same(streamed(plan), expected)
+    monkeypatch.setattr(loader, "load_target", streamed)
+    for weights, expected in zip(load_together(plans, tmp_path / "memory"), whole, strict=True):
+        assert_same(weights, expected)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_no_more_than_the_next_layer_is_read_ahead(tmp_path, monkeypatch, shared):
+    cfg = toy_config(num_hidden_layers=6)
+    plan = planned(write(tmp_path / "model", cfg, toy_tensors(cfg)), 0, 1)
+    monkeypatch.setattr(loader, "CHUNK", 600)
+    monkeypatch.setattr(loader, "GAP", 0)
+    filled, real = set(), loader._Extent.scatter
+
+    def scatter(self, *rest):
+        filled.add(self.group)
+        return real(self, *rest)
+
+    monkeypatch.setattr(loader._Extent, "scatter", scatter)
+    share = loader.Share(tmp_path / "memory", 0, 1) if shared else None
+    if shared:  # alone on its host, but as if it were not
+        extents = loader._extents
+        monkeypatch.setattr(loader, "_extents", lambda groups, sharing: extents(groups, True))
+    weights = loader.stream_target(plan, share=share)
+    for i, _ in enumerate(weights.layers):  # group i + 1
+        time.sleep(0.05)
+        assert i + 1 in filled and max(filled) <= i + 2
+    assert max(filled) == 6
+
+
+def test_a_stream_that_is_left_ends_its_threads(tmp_path):
+    cfg = toy_config(num_hidden_layers=6)
+    plan = planned(write(tmp_path / "model", cfg, toy_tensors(cfg)))
+    before = threading.active_count()
+    weights = loader.stream_target(plan)
+    next(weights.layers)
+    assert threading.active_count() > before
+    weights.layers.close()
+    assert threading.active_count() == before
+
+
+def test_a_stream_raises_where_it_is_read(tmp_path, monkeypatch):
+    cfg = toy_config(num_hidden_layers=4)
+    plan = planned(write(tmp_path / "model", cfg, toy_tensors(cfg)))
+    real = loader._Extent.read
+
+    def read(self, *rest):
+        if self.group == 3:
+            raise UserError("a disk error")
+        return real(self, *rest)
+
+    monkeypatch.setattr(loader._Extent, "read", read)
+    weights = loader.stream_target(plan)
+    next(weights.layers)
+    refused(lambda: list(weights.layers), "a disk error")
 
 
 def test_without_shared_experts(tmp_path):
