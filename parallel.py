@@ -47,6 +47,7 @@ from reference import tree_sum
 MEET_S = 120.0  # for all ranks to come together
 GRACE_S = 5.0  # for rank 0 to notice by itself that a rank has gone, and to say it its own way
 LEAVE_S = 5.0  # for ranks to end by themselves
+WORDS_S = 1.0  # for mpirun to pass on what a rank has printed before it kills it
 TWO_SHOT_BYTES = 1 << 18  # from here on each rank adds a part of the sum instead of all of it
 
 
@@ -280,6 +281,8 @@ class SocketComm:
                     while peer.recv(1 << 16):
                         pass
         for peer in self._peers:
+            with suppress(OSError):  # at once, though the watching thread still holds it
+                peer.shutdown(socket.SHUT_RDWR)
             peer.close()
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
@@ -553,6 +556,7 @@ class MpiComm:
     def fail(self, text: str) -> NoReturn:
         who = f"rank {self.rank}: " if self.rank else ""
         print(f"error: {who}{text}", file=sys.stderr, flush=True)
+        time.sleep(WORDS_S)
         self._world.Abort(1)
         _leave(1)
 
