@@ -38,7 +38,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -1376,8 +1376,9 @@ class Share:
     """Reads that several ranks of one host need, done once: each rank reads every size-th extent
     into memory that all of them see, and takes its own columns from every one.
 
-    path  a file in memory (below /dev/shm) whose name the ranks agreed on and that no other run
-          uses; rank 0 makes it, and unlinks it as soon as all have opened it
+    path  a file in memory (below /dev/shm), PREFIX-ID, whose name the ranks agreed on and that no
+          other run uses; rank 0 makes it, and unlinks it as soon as all have opened it. One that a
+          killed run left behind is unlinked by the next run that shares reads.
     rank, size  among the ranks of this host
 
     Every lane is a thread in each rank. In round k each rank reads one extent, says so (ready),
@@ -1426,8 +1427,10 @@ class Share:
 
     def _open(self, length: int) -> int:
         if self.rank == 0:
+            self._sweep()
             made = f"{self.path}.new"
             fd = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX)  # as long as this process lives
             os.ftruncate(fd, length)
             os.rename(made, self.path)  # nobody sees it before it has its size
             return fd
@@ -1438,6 +1441,18 @@ class Share:
             except FileNotFoundError:
                 time.sleep(0.005)
         raise UserError(f"rank {self.rank}: rank 0 of this host did not start to load")
+
+    def _sweep(self) -> None:
+        """Unlink files of runs whose rank 0 no longer lives: nobody holds their lock."""
+        path = Path(self.path)
+        for other in path.parent.glob(path.name.partition("-")[0] + "-*[!w]"):  # not *.new
+            with suppress(OSError):  # locked, or another user's, or gone
+                fd = os.open(other, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(other)
+                finally:
+                    os.close(fd)
 
     def rounds(
         self, lane: int, extents: list[_Extent], files: dict[str, _File], uncached: bool

@@ -564,6 +564,19 @@ def test_a_failing_rank_ends_the_others_waiting(tmp_path, monkeypatch):
     assert "rank 1 of this host failed while the weights were loaded" in str(one)
 
 
+def test_what_a_killed_run_left_in_memory_is_swept(tmp_path):
+    cfg = toy_config()
+    plans = [planned(write(tmp_path / "model", cfg, toy_tensors(cfg)), r, 2) for r in range(2)]
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    for name in ("kdtree-dead", "kdtree-alive", "other-file"):
+        (memory / name).write_bytes(b"x")
+    with (memory / "kdtree-alive").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        load_together(plans, memory / "kdtree-mine")
+    assert sorted(path.name for path in memory.iterdir()) == ["kdtree-alive", "other-file"]
+
+
 def test_a_rank_that_never_comes(tmp_path, monkeypatch):
     cfg = toy_config()
     plan = planned(write(tmp_path / "model", cfg, toy_tensors(cfg)), 0, 2)
