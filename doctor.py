@@ -293,11 +293,21 @@ class Doctor:
                 f"{name} {shape}: off by {ratio:.3g} of its bound; run --check, then report it with"
                 " this page",
             )
+        if not isinstance(ops, ReferenceOps):  # choice, trees and cache entries: exact
+            exact = op_cases.Backend(type(ops)("float32", launcher=ops.launcher))
+            for case, shape in op_cases.ROUTER + op_cases.DECODING:
+                shown += 1
+                try:
+                    op_cases.check_exact(exact, case, shape)
+                except AssertionError:
+                    wrong += 1
+                    name = op_cases.name_of(case, shape)
+                    yield "FAIL", f"{name}: differs from its twin; run --check, then report it"
         if not wrong:
             yield (
                 "ok",
-                f"{shown} operations at this rank's shapes on {ops.name}, {ops.activation}: within"
-                f" {worst:.2f} of their error bounds against float64",
+                f"{shown} operations, sums at this rank's shapes on {ops.name}, {ops.activation}:"
+                f" within {worst:.2f} of their error bounds against float64",
             )
 
     # -- rates
