@@ -833,43 +833,49 @@ KERNEL block_fold(const float2* parts,  // [B * n, H, spans]
 
 // ==== route ====
 
-// Sigmoid router: the bias chooses, the unbiased scores weigh (R4). One block a row; shared E floats
-// and E ints. An expert is chosen if fewer than top_k are better; ties go to the lower id, NaN counts
-// as -inf. Chosen weights are added in ascending id.
+// Sigmoid router: the bias chooses, the unbiased scores weigh (R4). Ties go to the lower id, NaN counts
+// as -inf. Chosen weights are added in ascending id. One block a row; after the scores its first warp
+// takes the best expert top_k times. Shared: E words, then 2 * top_k.
 KERNEL route(const float* logits,  // [T, E]
              const float* bias,    // [E]
              int* ids,             // [T, top_k] ascending
              float* weights,       // [T, top_k]
              int E, int top_k, int normalise, float scaling) {
-  extern __shared__ __align__(16) float choice[];  // [E], then [E] chosen flags
-  int* chosen = (int*)(choice + E);
+  extern __shared__ __align__(16) u32 keys[];  // [E], ordered as the choices; 0 once taken
+  int* chosen = (int*)(keys + E);              // [top_k], best first
+  float* scores = (float*)(chosen + top_k);    // [top_k], by ascending id
   logits += (i64)blockIdx.x * E;
   auto score = [&](int e) { return __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-logits[e]))); };
   for (int e = threadIdx.x; e < E; e += THREADS) {
-    const float value = __fadd_rn(score(e), bias[e]);
-    choice[e] = value == value ? value : minus_infinity();
+    const float value = __fadd_rn(__fadd_rn(score(e), bias[e]), 0.0f);  // -0 becomes 0
+    const u32 bits = __float_as_uint(value == value ? value : minus_infinity());
+    keys[e] = bits >> 31 ? ~bits : bits | 0x80000000u;
   }
-  __syncthreads();  // all choices are there before they are compared
-  for (int e = threadIdx.x; e < E; e += THREADS) {
-    int better = 0;
-    for (int j = 0; j < E; j++)
-      better += choice[j] > choice[e] || (choice[j] == choice[e] && j < e);
-    chosen[e] = better < top_k;
+  __syncthreads();  // all keys are there before they are compared
+  if (threadIdx.x >= 32) return;
+  const int lane = threadIdx.x;
+  for (int k = 0; k < top_k; k++) {
+    u32 best = 0, id = E;
+#pragma unroll 4
+    for (int e = lane; e < E; e += 32)
+      if (keys[e] > best) best = keys[e], id = e;
+    const u32 most = __reduce_max_sync(ALL, best);
+    id = __reduce_min_sync(ALL, best == most ? id : (u32)E);
+    if (lane == id % 32) keys[id] = 0, chosen[k] = id;  // a lane reads and writes keys of its own
   }
-  __syncthreads();  // all flags are there before they are counted
-  for (int e = threadIdx.x; e < E; e += THREADS) {
-    if (!chosen[e]) continue;
+  __syncwarp();  // all ids are there
+  for (int k = lane; k < top_k; k += 32) {
     int slot = 0;
-    float total = 0.0f;
-    for (int j = 0; j < E; j++) {
-      if (!chosen[j]) continue;
-      slot += j < e;
-      if (normalise) total = __fadd_rn(total, score(j));
-    }
-    const float own = score(e);
-    const float weight = normalise ? __fdiv_rn(own, __fadd_rn(total, 1e-20f)) : own;
-    ids[(i64)blockIdx.x * top_k + slot] = e;
-    weights[(i64)blockIdx.x * top_k + slot] = __fmul_rn(weight, scaling);
+    for (int j = 0; j < top_k; j++) slot += chosen[j] < chosen[k];
+    ids[(i64)blockIdx.x * top_k + slot] = chosen[k];
+    scores[slot] = score(chosen[k]);
+  }
+  __syncwarp();  // all scores are there
+  float total = 0.0f;
+  for (int k = 0; k < top_k; k++) total = __fadd_rn(total, scores[k]);
+  for (int k = lane; k < top_k; k += 32) {
+    const float weight = normalise ? __fdiv_rn(scores[k], __fadd_rn(total, 1e-20f)) : scores[k];
+    weights[(i64)blockIdx.x * top_k + k] = __fmul_rn(weight, scaling);
   }
 }
 

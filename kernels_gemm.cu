@@ -15,14 +15,16 @@ KERNEL read_all(const uint4* data,  // [n]
                 i64 n,
                 u32* out) {  // [1], written if all bits of a thread's data cancel out to a rare value
   const i64 stride = (i64)gridDim.x * THREADS;
+  i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
   u32 mixed = 0;
-  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < n; i += 8 * stride) {
+  for (; i + 7 * stride < n; i += 8 * stride) {
     uint4 v[8];
 #pragma unroll
-    for (int k = 0; k < 8; k++) v[k] = i + k * stride < n ? data[i + k * stride] : uint4{0, 0, 0, 0};
+    for (int k = 0; k < 8; k++) v[k] = __ldcs(data + i + k * stride);
 #pragma unroll
     for (int k = 0; k < 8; k++) mixed ^= v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
   }
+  for (; i < n; i += stride) mixed ^= data[i].x ^ data[i].y ^ data[i].z ^ data[i].w;
   if (mixed == 0x12345u) *out = mixed;
 }
 
@@ -142,6 +144,8 @@ DEVICE void products(const bf16* x, const unsigned char* weight, int T, const Sh
   locate();
 #pragma unroll
   for (int i = 0; i < STAGES; i++) ring.start(i, from, there()), advance();
+  const bool single = items <= (int)gridDim.x;  // one item a block: all blocks run at once
+  if (single) grid_dependency_launch();
   grid_dependency_wait();  // weights are always there; x comes from the kernel in front
 
   const int row = g * s.stride + (s.first + share * steps) * 32 + t * 8;  // of 64 rows: an int does
@@ -206,7 +210,7 @@ DEVICE void products(const bf16* x, const unsigned char* weight, int T, const Sh
           }
       }
     }
-    if (item + gridDim.x >= items) grid_dependency_launch();  // late: its blocks take our places
+    if (!single && item + gridDim.x >= items) grid_dependency_launch();  // late: blocks would pile up
 #pragma unroll
     for (int m = 0; m < MW; m++)
 #pragma unroll

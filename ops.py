@@ -123,7 +123,7 @@ SHARED_BYTES: dict[str, Callable[..., int]] = {
     "latent_query": lambda nope: 4 * ROWS * nope,
     "latent_spans": attention_shared_bytes,
     "block_spans": attention_shared_bytes,
-    "route": lambda experts: 8 * experts,
+    "route": lambda experts, top_k: 4 * experts + 8 * top_k,
     "sort_pairs": lambda: 8 * THREADS,
     "top_log_probs": lambda k: 8 * k,
     "penalise_paths": lambda depth: 4 * max(depth, 1),
@@ -139,7 +139,7 @@ def shared_needs(
     sizes = {
         "latent_query": (model.qk_nope_head_dim,),
         "latent_spans": (width, leaf),
-        "route": (model.n_routed_experts,),
+        "route": (model.n_routed_experts, model.num_experts_per_tok),
         "sort_pairs": (),
         "top_log_probs": (max(budget, sampling.MAX_LOGPROBS),),
         "build_trees": (budget,),
@@ -599,7 +599,7 @@ TILES = (
     Tile(1, 1, ahead=4, resident=2),
     Tile(2, 1, ahead=4, resident=1),
     Tile(4, 1, ahead=4, resident=1),
-    Tile(8, 1, ahead=2, resident=1),
+    Tile(8, 1, ahead=1, resident=1),
     Tile(1, 2, ahead=4, resident=1),
     Tile(2, 2, ahead=4, resident=1),
     Tile(4, 2, ahead=4, resident=1),
@@ -783,12 +783,16 @@ class TensorCoreKernels:
         """The variant for so many rows: (tile, piece, shared bytes); fewer rows a block where the
         block has too little memory."""
         part_steps = weight.in_features // STEP // weight.leaves // weight.parts
-        own, most = max(1, parts // WARPS), self.launcher.limits.shared_bytes
+        own, limits = max(1, parts // WARPS), self.launcher.limits
+        most = limits.shared_bytes
+        alone = _ceil(weight.blocks, WARPS // min(parts, WARPS)) <= limits.processors
         variants = [t for t in TILES if t.wide == weight.wide]
         enough = next((t.eights for t in variants if 8 * t.eights >= rows), variants[-1].eights)
         for tile in reversed(variants):
             piece = _piece(part_steps, tile.ahead)
             need = linear_shared_bytes(tile, piece, own)
+            if alone:  # blocks of this launch and of the next find one place each, no second
+                need = max(need, most // 3 + 512)
             if tile.eights <= enough and need <= most:
                 break
         return tile, piece, need
@@ -1411,7 +1415,7 @@ class CudaOps(TensorCoreKernels):
         ids, weights = self.empty((n, top_k), INT32), self.empty((n, top_k))
         self._launch(
             "route", "route", (n,), logits, bias, ids, weights, experts, top_k, int(normalise),
-            np.float32(scaling), shared_bytes=SHARED_BYTES["route"](experts),
+            np.float32(scaling), shared_bytes=SHARED_BYTES["route"](experts, top_k),
         )  # fmt: skip
         return ids, weights
 

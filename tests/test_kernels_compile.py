@@ -37,7 +37,7 @@ DYNAMIC = {  # shared bytes that ops.py asks for, by kernel or kernel and define
     "latent_query": ops.SHARED_BYTES["latent_query"](nope=128),
     "expert_gate_up_mma": EXPERTS.up_shared_bytes(rows=128, top_k=8),
     "expert_down_mma": EXPERTS.down_shared_bytes(rows=32, top_k=8),
-    "route": ops.SHARED_BYTES["route"](experts=384),
+    "route": ops.SHARED_BYTES["route"](experts=384, top_k=8),
     "sort_pairs": ops.SHARED_BYTES["sort_pairs"](),
     "top_log_probs": ops.SHARED_BYTES["top_log_probs"](k=64),
     "build_trees": ops.SHARED_BYTES["build_trees"](budget=64),
