@@ -60,6 +60,8 @@ class Watch:
                 "--watch, --check: the CPU has no kernels; use --device cuda, or --device emulate "
                 "to run them as host code"
             )
+        if engine.ops.comm is not None:
+            raise UserError("--watch, --check: kernels are checked on one rank; use --tp 1")
         self.engine, self.ops, self.prompt = engine, engine.ops, prompt
         self.tokens = tokens or TOKENS[self.ops.name]
         self.params = SamplingParams(max_tokens=self.tokens, ignore_eos=True)

@@ -746,7 +746,6 @@ def entries_move_and_lengths_advance(backend: Backend) -> None:
 
 ROUTER = [(route, ()), (route_of_ties_and_nan, ())]
 DECODING = [
-    (route, ()), (route_of_ties_and_nan, ()),
     *((choose, (vocab,)) for vocab in (2, 33, 640, 5000)),
     (choose_rows_without_a_token, ()), (choose_takes_the_fewest_tokens_that_reach_top_p, ()),
     (add_noise, ()),
