@@ -68,7 +68,7 @@ class Rounds:
         ops = engine.ops
         slots = len(cache.lengths)
         self.depth = engine.drafter.dims.block_size - 1 if engine.drafter is not None else 0
-        per_sequence = cache.pages_for(engine.settings.decode.context)
+        per_sequence = min(cache.pages_for(engine.settings.decode.context), cache.n_pages)
         self.state = _State(
             lengths=ops.index(np.zeros(slots, np.int32)),
             tables=ops.index(np.zeros((slots, per_sequence), np.int32)),
@@ -105,7 +105,8 @@ class Rounds:
         self, running: list[Sequence], mode: str, budget: int, more: bool
     ) -> list[Emitted] | None:
         """Read the round in flight and return what each sequence got; with `more`, the one that
-        follows is launched before. None: there are not pages enough to go ahead."""
+        follows is launched before. None: pages are short, or the round cannot be recorded; the
+        engine's own step does it."""
         if self.flight is None:
             self.enter(running)
             if not self.launch(mode, budget):
@@ -113,13 +114,13 @@ class Rounds:
         flight, self.flight = self.flight, None
         if more and flight.places == running:  # nobody has come or gone since
             self.launch(mode, budget)
-        tokens, counts, logits, first = flight.read()
+        tokens, counts, logits, rows = flight.read()
         got = []
         for place, sequence in enumerate(flight.places):
             n = int(counts[place])
             if n and sequence.finish_reason is None and sequence.slot >= 0:
-                rows = None if logits is None else logits[first[place, :n]]
-                got.append(Emitted(sequence, tokens[place, :n].tolist(), rows))
+                of_tokens = None if logits is None else logits[rows[place, :n]]
+                got.append(Emitted(sequence, tokens[place, :n].tolist(), of_tokens))
         return got
 
     def enter(self, running: list[Sequence]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -83,12 +84,42 @@ def test_a_sequence_ends_and_others_go_on(device, tmp_path, monkeypatch) -> None
     assert_same([stays.result()], expected)
 
 
-def test_short_pages_fall_back_to_plain_steps(device, tmp_path, monkeypatch) -> None:
-    """Two rounds ahead do not fit into the last pages; the text is the same."""
+@pytest.mark.parametrize("pages", (4, 3))
+def test_short_pages_fall_back_to_plain_steps(device, pages, tmp_path, monkeypatch) -> None:
+    """Two rounds ahead do not fit into the last pages; the text is the same. Three pages are fewer
+    than a whole context takes."""
     plain = make(tmp_path, monkeypatch, device, recorded=False)
     expected = decode(plain, REQUESTS[:2])
-    made = make(tmp_path, monkeypatch, device, batch=2, pages=4)
+    made = make(tmp_path, monkeypatch, device, batch=2, pages=pages)
     assert_same(decode(made, REQUESTS[:2]), expected)
+
+
+def test_an_interrupt_loses_no_tokens(device, tmp_path, monkeypatch) -> None:
+    """The round after the one whose reading is interrupted is under way and must be dropped."""
+    plain = make(tmp_path, monkeypatch, device, recorded=False)
+    expected = decode(plain, REQUESTS[1:2])
+    made = make(tmp_path, monkeypatch, device)
+    made.use("ar", 1)
+    fetch, fetches = made.ops.fetch, []
+
+    def interrupted(arrays):
+        fetches.append(wait := fetch(arrays))
+        second = len(fetches) == 2
+
+        def read():
+            if second:
+                raise KeyboardInterrupt
+            return wait()
+
+        return read
+
+    monkeypatch.setattr(made.ops, "fetch", interrupted)
+    sequence = made.submit(*REQUESTS[1], keep_logits=True)
+    while sequence.finish_reason is None:
+        with suppress(KeyboardInterrupt):
+            made.advance(sequence)
+    assert len(fetches) > 3
+    assert_same([sequence.result()], expected)
 
 
 def test_i4_recording_that_fails_is_said_and_plain_steps_go_on(
