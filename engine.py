@@ -312,7 +312,8 @@ class Engine:
     # -- the step loop
 
     def step(self) -> list[Sequence]:
-        """One round for all live sequences; returns those that emitted or ended.
+        """One round for all live sequences; returns those that emitted or ended. For one thread:
+        where there are several, `advance` takes the lock.
 
         Raises DeviceFault where a kernel fails: the engine cannot be used after it.
         """
@@ -339,16 +340,20 @@ class Engine:
         idle = self.rounds.flight is None
         if idle and not (more and self.running and self.rounds.fit(self.running)):
             return None
-        got = self.rounds.step(self.running, self.mode, self.speculator.budget, more)
-        if got is None:
-            return None
-        for sequence, tokens, logits in got:
-            taken = sequence.emit(tokens, logits)
-            sequence.steps += 1
-            self.cache.lengths[sequence.slot] += taken
-            self.cache.remember(sequence.slot, sequence.tokens)
-            if sequence.finish_reason is not None:
-                self.retire(sequence)
+        try:
+            got = self.rounds.step(self.running, self.mode, self.speculator.budget, more)
+            if got is None:
+                return None
+            for sequence, tokens, logits in got:
+                taken = sequence.emit(tokens, logits)
+                sequence.steps += 1
+                self.cache.lengths[sequence.slot] += taken
+                self.cache.remember(sequence.slot, sequence.tokens)
+                if sequence.finish_reason is not None:
+                    self.retire(sequence)
+        except BaseException:
+            self.rounds.flight = None  # it goes on from tokens that were not, or not all, taken
+            raise
         return [sequence for sequence, _, _ in got]
 
     def schedule(self) -> list[tuple[Sequence, int]]:
@@ -640,7 +645,10 @@ class Engine:
     def generate(
         self, prompts: Iterable[str | list[int]], params: SamplingParams | None = None, **options
     ) -> list[Result]:
-        """Decode prompts (texts or id lists) together; results in the order of the prompts."""
+        """Decode prompts (texts or id lists) together; results in the order of the prompts.
+        Raises UserError where one of them cannot run; then none has."""
+        if isinstance(prompts, str):  # else a text would be read as one prompt a character
+            raise UserError("prompts: expected a list, got one text; put it in a list")
         sequences: list[Sequence] = []
         try:
             for prompt in prompts:
