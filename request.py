@@ -33,7 +33,9 @@ class Result:
                      says why)
     token_ids        emitted ids; a stop id is not among them
     steps            verify steps; acceptance_length is the tokens that they emitted per step
-    logits           fp32 [tokens, V] of every emitted token, where asked for
+    logits           fp32 [tokens, V] of every emitted token, where asked for and there is one
+    prefill_s        seconds from submission to the first token, waiting in line included;
+                     decode_s: from there to the end
     logprobs         of every emitted token, where asked for; prompt_logprobs: float32 [prompt - 1],
                      of every prompt token but the first, where asked for; NaN where not reached
     """
@@ -159,7 +161,7 @@ class Sequence:
             self.tokens.append(token)
             if self.params.needs_path:
                 self.path = self.path.then(token)
-            piece += self._read([token])
+            piece += self._read(token)
             if self.scanner.matched is not None:
                 reason = "stop"
                 break
@@ -170,7 +172,7 @@ class Sequence:
             n = self.params.logprobs
             self.logprobs.append(sampling.log_softmax_top(logits[:taken], chosen, n))
         if reason is not None:
-            piece += self._read_rest()
+            piece += self.scanner.flush()  # of a character that the end cuts short, nothing
         if reason == "error":
             self.error = "the model's logits are not finite; this request was ended"
         if piece:
@@ -178,16 +180,12 @@ class Sequence:
         self.finish_reason = reason
         return taken
 
-    def _read(self, ids: list[int]) -> str:
-        """Text that these ids complete and no stop string can still claim."""
+    def _read(self, token: int) -> str:
+        """Text that the token completes and no stop string can still claim."""
         if self.decoder is None:
             return ""
-        text = self.decoder.feed(ids)
+        text = self.decoder.feed([token])
         return text if self.n_emitted < self.params.min_tokens else self.scanner.feed(text)
-
-    def _read_rest(self) -> str:
-        """What the end of the text sets free. A character that it cuts short is not shown."""
-        return self.scanner.flush()
 
     def result(self) -> Result:
         """The outcome, once ended."""
