@@ -141,8 +141,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; the exit code is 0, 1 (a request failed), 2 (a user's mistake) or
-    3 (a kernel failed)."""
+    """Run the command line; the exit code is 0, 1 (a request, a check or another rank failed), 2 (a
+    user's mistake), 3 (a kernel failed), 130 (Ctrl-C) or 141 (the output's reader has gone)."""
     arguments = parse_arguments(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stderr, level=logging.INFO)
     try:
@@ -185,6 +185,8 @@ def run(arguments: argparse.Namespace) -> int:
     if (arguments.watch or arguments.check) and arguments.prompt is None:
         arguments.prompt = GOLDEN_PROMPT
     asking = not file and arguments.prompt is None and sys.stdin.isatty()
+    if asking and arguments.compare:
+        raise UserError("--compare: expected a text to continue; give --prompt or standard input")
     if not file and not asking:
         prompt = read_prompt(arguments.prompt)
         if arguments.chat:
@@ -230,6 +232,9 @@ def check(arguments: argparse.Namespace) -> None:
     for name in ("prompts", "score", "watch", "check", "doctor", "compare"):
         if unused and getattr(arguments, name):
             raise UserError(f"{unused[0]}: does not go with --{name}")
+    for name in ("prompts", "score", "doctor"):
+        if arguments.prompt is not None and getattr(arguments, name):
+            raise UserError(f"--prompt: does not go with --{name}")
     for name in ("system", "instant"):
         if getattr(arguments, name) and not arguments.chat:
             raise UserError(f"--{name}: goes with --chat only")
