@@ -114,7 +114,8 @@ def dequantise_int4(weight: Int4Weight) -> np.ndarray:
 
 
 def to_float32(weight) -> np.ndarray:
-    """A dense float32 or bf16 array, or an `Int4Weight`, as float32 (exact in every case)."""
+    """A dense float32 or bf16 array, or an `Int4Weight`, as float32: exact but for what
+    `dequantise_int4` rounds."""
     if isinstance(weight, Int4Weight):
         return dequantise_int4(weight)
     return np.asarray(weight).astype(np.float32)
@@ -442,6 +443,7 @@ class ReferenceOps:
 
     activation  "float32" or "bfloat16": the type of the rounding map above
     comm        joins the leaf sums of several ranks (parallel.Comm); None for one rank
+    unpack      keep INT4 experts as float32 tiles; else they are unpacked at every use
     """
 
     name = "cpu"
