@@ -76,10 +76,10 @@ def test_golden_bundle(device: str, name: str, monkeypatch) -> None:
     for result, ids, logits in zip(plain, golden["token_ids"], golden["logits"], strict=False):
         assert result.token_ids == ids[:n_tokens].tolist()
         assert np.abs(result.logits - logits[:n_tokens]).max() <= bound
-    if drafter:
-        for have, want in zip(
-            toy.decode(made, prompts[:n_prompts], "tree", 8, max_tokens=n_tokens),
-            plain,
-            strict=True,
-        ):
-            assert np.array_equal(have.logits.view(np.int32), want.logits.view(np.int32))
+    if not drafter:  # one that is often wrong; recorded rounds know the real one only
+        made.rounds = None
+        toy.plug(made, "mixed", prompts[:n_prompts], plain)
+    trees = toy.decode(made, prompts[:n_prompts], "tree", 8, max_tokens=n_tokens)
+    for have, want in zip(trees, plain, strict=True):
+        assert have.token_ids == want.token_ids
+        assert np.array_equal(have.logits.view(np.int32), want.logits.view(np.int32))

@@ -327,7 +327,7 @@ class ScriptedDrafter:
             sequence = by_slot[int(slot)]
             assert root == sequence.tokens[-1] and cache.lengths[slot] == len(sequence.tokens) - 1
             drafts.append(self._logits(sequence))
-        return np.stack(drafts)
+        return self.engine.ops.upload(np.stack(drafts))
 
     def _logits(self, sequence) -> np.ndarray:
         key = zlib.crc32(np.asarray(sequence.prompt, np.int64).tobytes())
