@@ -49,7 +49,8 @@ class Finding:
 
 
 def run(settings: config.Config, device: str) -> int:
-    """Print the page; 0 where nothing failed, else 1."""
+    """Print the page; 0 where nothing failed, else 1. A model that is too large for this machine is
+    said, and no failure unless a device was asked for by name."""
     seat = parallel.seat(os.environ)
     if seat is not None and seat.rank:  # under a launcher rank 0 looks, the others follow it
         Engine(settings, device, load=False)
@@ -62,7 +63,10 @@ def run(settings: config.Config, device: str) -> int:
         except UserError as error:
             failed += 1
             print(Finding("FAIL", what, str(error)), flush=True)
-    print(f"{failed} of these must be mended" if failed else "fit to run", flush=True)
+    if failed:
+        print(f"{failed} of these must be mended", flush=True)
+    else:
+        print("fit to run" if doctor.ran else "nothing to mend, but not fit to run", flush=True)
     return 1 if failed else 0
 
 
@@ -78,7 +82,7 @@ class Doctor:
         self.draft_checkpoint: loader.Checkpoint | None = None
         self.engine: Engine | None = None
         self.cupy = None
-        self.fits = False
+        self.fits = self.ran = False
 
     def looks(self) -> dict[str, Callable[[], Looks]]:
         return {
@@ -185,10 +189,12 @@ class Doctor:
         took = time.perf_counter() - began
         parts = [_range(sizes)] + ([f"drafter {_range(draft_sizes)}"] if draft_sizes else [])
         who = f"rank {engine.rank} of {tp.size}" if alone and tp.size > 1 else f"{tp.size} rank(s)"
+        found = "each tensor is there, of the right type and shape"
+        if self.checkpoint.generated:
+            found = "each tensor will be made"
         yield (
             "ok",
-            f"{who}: each tensor is there, of the right type and shape; GiB a rank:"
-            f" {', '.join(parts)}; {took:.1f} s",
+            f"{who}: {found}; GiB a rank: {', '.join(parts)}; {took:.1f} s",
         )
 
     def memory(self) -> Looks:
@@ -389,6 +395,7 @@ class Doctor:
             return
         said = repr(plain.text) if engine.tokenizer else str(plain.token_ids)
         modes = ", ".join(f"{mode} {r.tok_per_s:.1f} tok/s" for mode, r in runs.items())
+        self.ran = True
         equal = ", equal bits" if len(runs) > 1 else ""
         yield "ok", f"loaded in {took:.1f} s; {said}; {modes}{equal}{used}"
 

@@ -1,6 +1,6 @@
 """Checkpoints in the published layout of Kimi K2.6, with seeded random weights, at any scale.
 
-    python tools/make_checkpoint.py OUT --layers 2 --experts 16 # real widths, 1.9 GB
+    python tools/make_checkpoint.py OUT --layers 2 --experts 16 # real widths, 6 GB and the drafter
     python tools/make_checkpoint.py OUT --headers-only          # all 208,000 tensors, sparse files
     python tools/make_checkpoint.py OUT --set hidden_size=64 --set vocab_size=2048 ...
 
