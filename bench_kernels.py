@@ -149,7 +149,7 @@ def read_rate(kernels: ops.CudaOps, size: int = 4 << 30) -> float:
     return size / statistics.median(times) / 1e9
 
 
-def routing(rng, rows: int, experts: int = EXPERTS) -> tuple[np.ndarray, np.ndarray]:
+def routing(rng, rows: int, experts: int) -> tuple[np.ndarray, np.ndarray]:
     """Random distinct experts of every row, ascending, out of `experts` of them, and weights."""
     some = rng.permutation(EXPERTS)[:experts]
     ids = np.argsort(rng.random((rows, experts)), axis=1)[:, :TOP_K]
@@ -175,7 +175,7 @@ def check(case: Case, weights, kernels, truth, rows: int, seed: int) -> Checked:
     rng = np.random.default_rng(seed)
     x = random(kernels, seed, rows, case.k)
     host = kernels.download(x)
-    route = routing(rng, rows) if case.routed else ()
+    route = routing(rng, rows, EXPERTS) if case.routed else ()
     prepared = case.prepare(kernels, weights)
 
     def of(which, ready, x, some=slice(None)):
@@ -193,7 +193,7 @@ def check(case: Case, weights, kernels, truth, rows: int, seed: int) -> Checked:
     return Checked(error, alone, len(some))
 
 
-def time_case(case: Case, sets: list, kernels, rows: int, seed: int, experts: int = EXPERTS):
+def time_case(case: Case, sets: list, kernels, rows: int, seed: int, experts: int):
     """µs of every replay, and bytes of one operation."""
     rng = np.random.default_rng(seed)
     x = random(kernels, seed, rows, case.k)  # in the cache, as if a norm had just written it

@@ -96,10 +96,10 @@ KERNEL pack_int4(const u32* a,          // [E, rows, K / 8], the published packi
 // ==== linear_mma ====
 
 // Sums over K in `parts` equal parts (a power of two), joined pairwise; a part adds its steps
-// ascending. A block owns `columns` blocks of MW tiles of 16 outputs, for NT * 8 rows of x; its eight
-// warps share out parts and columns: warp w takes parts of share w % split, column w / split. A warp
-// with several parts joins them as a binary counter carries. AHEAD: steps of x in flight, and at most
-// so many steps in a chunk of weights.
+// ascending. An item is `columns` blocks of MW tiles of 16 outputs, for NT * 8 rows of x; the eight warps
+// share out its parts and columns: warp w takes parts of share w % split, column w / split. A warp
+// with several parts joins them as a binary counter carries. A chunk of weights has at most AHEAD
+// steps; x is loaded one chunk ahead.
 struct Shape {
   int stride;  // elements between rows of x
   int blocks;  // of MW tiles
@@ -144,7 +144,8 @@ DEVICE void products(const bf16* x, const unsigned char* weight, int T, const Sh
   locate();
 #pragma unroll
   for (int i = 0; i < STAGES; i++) ring.start(i, from, there()), advance();
-  const bool single = items <= (int)gridDim.x;  // one item a block: all blocks run at once
+  // One item a block: all blocks run at once, and the next kernel's weights may come meanwhile.
+  const bool single = items <= (int)gridDim.x && gridDim.y == 1;
   if (single) grid_dependency_launch();
   grid_dependency_wait();  // weights are always there; x comes from the kernel in front
 

@@ -577,7 +577,8 @@ STEP = 32  # columns of K that two mma take
 MIN_PART = 128  # columns of K in one part, if a leaf is cut at all
 PARTS = 8  # parts of a leaf at most
 EXPERT_ROWS = 128  # rows of one launch over the experts
-DOWN_ROWS = (64, 32, 16, 8)  # rows of one launch of expert_down_mma: the most that fit in a block
+DOWN_ROWS = (128, 64, 32, 16, 8)  # of one launch of expert_down_mma: the most that a block can hold
+MAX_PAIRS = 4096  # (row, expert) pairs of one launch: struct Work has 12 bits for them
 STAGES = 2  # pieces of weight that a warp has in flight: three were no faster
 
 
@@ -770,7 +771,7 @@ class TensorCoreKernels:
                 "pack", "pack_int4", (_ceil(words, THREADS),), codes[a], codes[b], scales[a],
                 scales[b], data, rows, k, tiles, groups, stride, offset, np.int64(words),
             )  # fmt: skip
-            return data
+            return data.reshape(n, tiles // 2, -1)
 
         both = pack(0, 1, width, hidden, width // 8, up_groups, 8, 0)
         one = pack(2, 2, hidden, width, hidden // 16, down_groups, 16, 8)
@@ -837,8 +838,10 @@ class TensorCoreKernels:
         beside = out if shared is None else self._shared_leaves(x, shared, e.leaves)
         limits, blocks = self.launcher.limits, e.width // 16
         chunks = e.hidden // e.parts // STEP // e.up_groups
-        for first in range(0, n, EXPERT_ROWS):
-            rows = slice(first, min(n, first + EXPERT_ROWS))
+        most_rows = max(1, MAX_PAIRS // top_k)
+        step = min(EXPERT_ROWS, most_rows)
+        for first in range(0, n, step):
+            rows = slice(first, min(n, first + step))
             count = rows.stop - first
             need, pairs = e.up_shared_bytes(count, top_k), count * top_k
             resident = max(1, min(3, limits.shared_bytes // (need + 1024)))
@@ -848,7 +851,8 @@ class TensorCoreKernels:
                 x[rows], ids[rows], e.gate_up, h[first * top_k :], count, top_k, e.experts, blocks,
                 chunks, shared_bytes=need, defines=e.defines, dependent=True,
             )  # fmt: skip
-        step = next(r for r in DOWN_ROWS if e.down_shared_bytes(r, top_k) <= limits.shared_bytes)
+        fit = (r for r in DOWN_ROWS if e.down_shared_bytes(r, top_k) <= limits.shared_bytes)
+        step = min(next(fit, DOWN_ROWS[-1]), most_rows)
         for first in range(0, n, step):
             rows = slice(first, min(n, first + step))
             count = rows.stop - first

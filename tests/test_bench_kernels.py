@@ -1,0 +1,68 @@
+"""bench.py ops on emulated kernels at tiny shapes: a time only for what was checked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import bench
+import bench_kernels
+import ops
+from tests.conftest import launcher
+
+
+@pytest.fixture
+def small(monkeypatch) -> ops.EmulatorLauncher:
+    """K2.6's cases a hundred times smaller, three launches a graph."""
+    host = launcher("emulate")
+    if isinstance(host, str):
+        pytest.skip(host)
+    for name, value in dict(
+        HIDDEN=128, WIDTH=64, EXPERTS=16, TOP_K=4, LAUNCHES=3, REPLAYS=2, COLD_BYTES=1000
+    ).items():
+        monkeypatch.setattr(bench_kernels, name, value)
+    cases = (
+        bench_kernels.experts_case({9: 1.0}),
+        bench_kernels.linear_case("o_proj", 70, 256, 8, {}),
+        bench_kernels.mlp_case("shared expert", 64, {}),
+        bench_kernels.router_case({}),
+    )
+    monkeypatch.setattr(bench_kernels, "CASES", cases)
+    monkeypatch.setattr(bench_kernels, "read_rate", lambda kernels: 100.0)
+    return host
+
+
+def test_every_operation_is_checked_and_timed(small) -> None:
+    rows = bench_kernels.table(None, [1, 9], False, small)
+    assert [(r["op"], r["T"]) for r in rows] == [
+        (c.name, t) for c in bench_kernels.CASES for t in (1, 9)
+    ]
+    for row in rows:
+        assert row["identical"] == "yes" and row["µs"] > 0 and row["floor"] > 0
+    assert rows[1]["goal"] == pytest.approx(45.55) and rows[0]["goal"] == "-"
+    assert bench.table(rows).count("\n") == 9
+
+
+def test_no_time_for_a_wrong_result(small, monkeypatch) -> None:
+    """One wrong bit in one row alone, or a large error: no speed, and the exit code says so."""
+    kernels = ops.CudaOps.linear
+
+    def wrong(self, x, weight):
+        y = kernels(self, x, weight)
+        if self.act == ops.BFLOAT16 and len(x) == 1:
+            y.reshape(-1).view(np.int32)[0] ^= 1
+        return y
+
+    monkeypatch.setattr(ops.CudaOps, "linear", wrong)
+    [row] = bench_kernels.table(["o_proj"], [9], False, small)
+    assert (row["µs"], row["alone"], row["identical"]) == ("-", "0/8", "NO")
+    monkeypatch.setattr(ops.CudaOps, "linear", lambda *a: kernels(*a) * (1 + (a[0].poison)))
+    [row] = bench_kernels.table(["o_proj"], [9], False, small)
+    assert (row["µs"], row["identical"]) == ("-", "NO")
+
+
+def test_the_plain_read_reads_everything(small) -> None:
+    """Every 16 bytes once, whatever the size: unwritten ones would show as out of bounds."""
+    kernels = ops.CudaOps("bfloat16", launcher=ops.EmulatorLauncher(checked=True))
+    for n in (8, 4096, 40_000):
+        kernels.read(bench_kernels.random(kernels, 1, 1, n))
