@@ -183,7 +183,7 @@ def start(size: int, command: list[str]) -> SocketComm:
     """Start ranks 1 … size - 1 on this host; this process is rank 0.
 
     command  what each runs, with its rank and the size as two more arguments; it calls `attach`.
-             Its standard input is the way to rank 0: the terminal stays rank 0's alone.
+             Its standard input is the way to rank 0; output is rank 0's alone, errors are not.
     """
     peers, processes = [], []
     for rank in range(1, size):
@@ -192,7 +192,10 @@ def start(size: int, command: list[str]) -> SocketComm:
             # A session of its own: Ctrl-C is rank 0's to handle.
             processes.append(
                 subprocess.Popen(
-                    [*command, str(rank), str(size)], stdin=theirs, start_new_session=True
+                    [*command, str(rank), str(size)],
+                    stdin=theirs,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
                 )
             )
         peers.append(ours)
@@ -656,8 +659,8 @@ class NcclComm:
         return self._all_gather(tree_sum(mine)).reshape(x.shape)
 
     def gather_columns(self, x):
-        x = self._take(x)
-        return self._cupy.concatenate(list(self._all_gather(x)), axis=1)
+        parts = self._all_gather(self._take(x)).swapaxes(0, 1)
+        return self._cupy.ascontiguousarray(parts).reshape(len(x), self.size * x.shape[1])
 
     def broadcast(self, value: Any = None) -> Any:
         """Beside the value goes the number of calls so far, captured ones too: all must agree."""

@@ -3,7 +3,7 @@
 ranks.py lead FAULT ARGUMENTS…      rank 0: the command line, which starts the others by this script
 ranks.py follow FAULT RANK SIZE     one of the others
 ranks.py launched FAULT ARGUMENTS…  any rank, started by a launcher: the command line
-ranks.py collectives                a rank of mpiexec: every collective against NumPy
+ranks.py collectives [cuda]         any rank, started by a launcher: every collective against NumPy
 """
 
 from __future__ import annotations
@@ -122,9 +122,19 @@ def inject(fault: str, rank: int) -> None:
         at_step("accept", STEP, die)
 
 
-def collectives() -> None:
-    comm = parallel.join()
-    check(comm)
+def collectives(device: str = "cpu") -> None:
+    host = comm = parallel.join()
+    if device == "cuda":
+        import cupy
+
+        from ops import CudaLauncher
+
+        launcher = CudaLauncher(host.local_rank)
+        comm = parallel.on_device(host, device)
+        check(comm, cupy.asarray)
+        replay(comm, launcher, cupy)
+    else:
+        check(comm)
     comm.barrier()
     if comm.rank == 0:
         comm.close()
@@ -132,30 +142,58 @@ def collectives() -> None:
         assert comm.broadcast() == parallel.End(0)
 
 
-def check(comm: parallel.Comm) -> None:
-    """Sums of the declared order, columns, and rank 0's word; small and large, even and ragged."""
+def replay(comm: parallel.Comm, launcher, cupy) -> None:
+    """100 replays of recorded collectives, each on other numbers."""
+    for shape in ((1, 7168), (16, 7168)):  # one shot, two shots
+        x = cupy.zeros(shape, np.float32)
+        recorded = launcher.capture(
+            lambda x=x: (comm.tree_sum(x), comm.gather_columns(x), comm.share(x))
+        )
+        for turn in range(100):
+            parts = [
+                np.random.default_rng([turn, r]).standard_normal(shape, dtype=np.float32)
+                for r in range(comm.size)
+            ]
+            x.set(parts[comm.rank])
+            recorded.replay()
+            summed, gathered, shared = (out.get() for out in recorded.outputs)
+            assert summed.tobytes() == tree(parts).tobytes()
+            assert gathered.tobytes() == np.concatenate(parts, 1).tobytes()
+            assert shared.tobytes() == parts[0].tobytes()
+
+
+def tree(parts: list[np.ndarray]) -> np.ndarray:
+    """The sum in the declared order."""
+    while len(parts) > 1:
+        parts = [parts[i] + parts[i + 1] for i in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def check(comm: parallel.Comm, put=np.asarray) -> None:
+    """Sums of the declared order, columns, and rank 0's word; small and large, even and ragged.
+    put: to where the arrays of these ranks live."""
+
+    def got(array) -> bytes:
+        return (array.get() if hasattr(array, "get") else array).tobytes()
+
     for shape in ((0, 5), (1, 1), (3, 7), (8, 384), (64, 4096), (65, 1031)):
         parts = [
             np.random.default_rng(r).standard_normal(shape, dtype=np.float32)
             * np.float32(10.0 ** np.random.default_rng(9 + r).integers(-4, 4))
             for r in range(comm.size)
         ]
-        level = parts
-        while len(level) > 1:
-            level = [level[i] + level[i + 1] for i in range(0, len(level), 2)]
-        mine = parts[comm.rank]
-        got = comm.tree_sum(mine)
-        assert got.shape == shape and got.tobytes() == level[0].tobytes()
-        got = comm.gather_columns(mine)
-        assert got.tobytes() == np.concatenate(parts, 1).tobytes()
-        assert comm.share(mine).tobytes() == parts[0].tobytes()
+        mine = put(parts[comm.rank])
+        assert comm.tree_sum(mine).shape == shape
+        assert got(comm.tree_sum(mine)) == tree(parts).tobytes()
+        assert got(comm.gather_columns(mine)) == np.concatenate(parts, 1).tobytes()
+        assert got(comm.share(mine)) == parts[0].tobytes()
     assert comm.broadcast({"rank": comm.rank}) == {"rank": 0}
 
 
 if __name__ == "__main__":
     role, *rest = sys.argv[1:]
     if role == "collectives":
-        sys.exit(collectives())
+        sys.exit(collectives(*rest))
     fault, *rest = rest
     engine.FOLLOWER = [sys.executable, __file__, "follow", fault]
     if role == "lead":

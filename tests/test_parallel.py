@@ -321,7 +321,7 @@ def run_ranks(size: int, comm_of, body) -> None:
         passed.append(comm.rank)
         comm.close(3)
 
-    threads = [threading.Thread(target=rank, args=(comm,)) for comm in comms]
+    threads = [threading.Thread(target=rank, args=(comm,), daemon=True) for comm in comms]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -407,7 +407,7 @@ def use_stand_in(monkeypatch, size: int) -> None:
     def device(function):
         return lambda *arguments, **named: function(*arguments, **named).view(DeviceArray)
 
-    names = ("empty", "zeros", "array", "concatenate", "ascontiguousarray")
+    names = ("empty", "zeros", "array", "ascontiguousarray")
     cupy = SimpleNamespace(**{name: device(getattr(np, name)) for name in names})
     stream = SimpleNamespace(ptr=0, synchronize=lambda: None)
     cupy.cuda = SimpleNamespace(nccl=Nccl(size), get_current_stream=lambda: stream)
@@ -513,6 +513,62 @@ def answers(*commands: tuple[list[str], dict]) -> list[dict]:
     return [json.loads(line) for line in said[0][0].splitlines()]
 
 
+def gpus() -> int:
+    try:
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount()
+    except Exception:
+        return 0
+
+
+@pytest.fixture
+def enough_gpus(request):
+    size = request.getfixturevalue("size")
+    if gpus() < size:
+        pytest.skip(f"needs {size} GPUs, there are {gpus()}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", SIZES)
+def test_collectives_on_gpus(enough_gpus, size):
+    """NCCL's, eager and recorded."""
+    environ = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    command = [sys.executable, SCRIPT, "collectives", "cuda"]
+    ranks_ = [{**environ, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(size)]
+    answers(*((command, rank) for rank in ranks_))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["nano-int4", "nano-fp32"])
+@pytest.mark.parametrize("size", SIZES)
+def test_goldens_on_gpus(enough_gpus, worlds, size, name, activation):
+    """The bits of one GPU, in recorded rounds and in plain steps; in fp32 the golden's ids."""
+    prompts, ids = golden(name)
+    own = name in WITH_DRAFTER
+    runs = []
+    for comm in (None, worlds(size)):
+        engine = engine_of(GOLDENS / name, comm, CUTS[0], own, "cuda", activation)
+        results = toy.decode(engine, prompts, max_tokens=ids.shape[1])
+        for mode in ("chain", "tree") if own else ():
+            results += toy.decode(engine, prompts, mode, 12, max_tokens=ids.shape[1])
+            results += toy.decode(engine, prompts, mode, 12, max_tokens=12, **SAMPLED)
+            engine.use(mode, 12)
+            params = SamplingParams(max_tokens=12, ignore_eos=True)  # in plain steps:
+            results += engine.generate(prompts, params, keep_logits=True, keep_rounds=True)
+        runs.append(results)
+    toy.assert_same_results(runs[1], runs[0])
+    assert [r.steps for r in runs[1]] == [r.steps for r in runs[0]]
+    if activation == "float32":
+        assert [r.token_ids for r in runs[1][: len(ids)]] == ids.tolist()
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
 def request_file(tmp_path: Path, name: str) -> list[str]:
     """Arguments that decode a bundle's prompts at TP 2."""
     prompts, ids = golden(name)
@@ -531,9 +587,7 @@ def assert_golden(lines: list[dict], name: str) -> None:
 
 
 def test_a_launcher_over_tcp(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     lead = [sys.executable, "engine.py", *request_file(tmp_path, "nano-fp32")]
     follow = [sys.executable, "engine.py"]  # what it needs to know comes from rank 0
     lines = answers((lead, {**environ, "RANK": "0"}), (follow, {**environ, "RANK": "1"}))
