@@ -55,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     measure = {"speed": speed, "acceptance": acceptance, "ops": operations}[arguments.what]
     try:
+        check(arguments)
         rows = measure(arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -63,6 +64,15 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(rows, indent=1))
     return 1 if any(row["identical"] == "NO" for row in rows) else 0
+
+
+def check(arguments) -> None:
+    """Refuse what leaves nothing to measure."""
+    for name, least in (("max_tokens", 2), ("repeats", 1), ("prompts", 1), ("seeds", 1)):
+        if (got := getattr(arguments, name)) < least:
+            raise UserError(f"--{name.replace('_', '-')}: expected at least {least}, got {got}")
+    if arguments.what == "acceptance" and not arguments.file.is_file():
+        raise UserError(f"--file {arguments.file}: no such file")
 
 
 def table(rows: Sequence[dict]) -> str:
