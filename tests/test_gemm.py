@@ -202,3 +202,21 @@ def test_what_tensor_cores_cannot_take_stays_simple(device: str) -> None:
         assert isinstance(kernels_on(device, **choice).prepare(draw(rng, 8, 64)), ops.Matrix)
     fp32 = ops.CudaOps("float32", launcher=launcher(device))
     assert isinstance(fp32.prepare(draw(rng, 8, 64)), ops.Matrix)
+
+
+def test_no_thread_reads_what_is_not_there_yet(device: str) -> None:
+    """The checked build watches barriers, asynchronous copies and bounds."""
+    if device == "cuda":
+        pytest.skip("the emulator checks")
+    kernels = ops.CudaOps("bfloat16", launcher=ops.EmulatorLauncher(checked=True), poison=True)
+    for out, k, leaves, rows in ((40, 256, 8, 9), (24, 1024, 16, 2), (48, 384, 1, 17)):
+        x, w = both(out, k, rows=rows)
+        weight = kernels.prepare(w, shards=leaves, row_cut=leaves > 1)
+        want = x.astype(np.float64) @ w.astype(np.float64).T
+        assert error(kernels.linear(x, weight), want) <= 32 * 2.0**-24
+    rng = np.random.default_rng(5)
+    routed, beside, x, ids, weights = experts_case(rng, 64, 64, 8, 3, 64, 12)
+    packed = [kernels.prepare_mlp(*m, 2) for m in (routed, beside)]
+    for rows in (1, 12):
+        y = kernels.moe(x[:rows].copy(), ids[:rows].copy(), weights[:rows].copy(), *packed)
+        assert np.isfinite(y).all()
