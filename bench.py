@@ -114,7 +114,7 @@ def speed(arguments) -> list[dict]:
     """
     engine = exact_engine = Engine(config.load(arguments.config), arguments.device)
     modes = [Mode("ar", "ar")]
-    if engine.ops.name == "cpu":
+    if engine.ops.name == "cpu" and engine.settings.tp.size == 1:
         modes.insert(0, Mode("ar without row tiles", "ar", row_tile=1))
         untiled = Engine(config.load(arguments.config), "cpu")  # its pages hold other bits
     if engine.drafter is not None:

@@ -193,13 +193,14 @@ def run(arguments: argparse.Namespace) -> int:
             turn = opening(arguments) + [{"role": "user", "content": prompt}]
             prompt = engine.encode_chat(turn, thinking=not arguments.instant)
         engine.check(prompt, params)
+    text = read_file("--prompts" if arguments.prompts else "--score", Path(file)) if file else ""
     engine.load(progress=sys.stderr.isatty())
     if arguments.watch or arguments.check:
         return watch_kernels(engine, prompt, arguments)
     if arguments.prompts:
-        return many(engine, Path(file), params)
+        return many(engine, Path(file).name, text, params)
     if arguments.score:
-        return score(engine, Path(file))
+        return score(engine, file, text)
     if asking:
         return converse(engine, params, arguments)
     if arguments.compare:
@@ -403,10 +404,10 @@ def reply(text: str, thinking: bool) -> dict:
 # ---- many prompts ------------------------------------------------------------------------------
 
 
-def many(engine: Engine, file: Path, defaults: SamplingParams) -> int:
-    """Decode a file of requests together; a line that cannot run fails alone, by its number."""
+def many(engine: Engine, name: str, requests: str, defaults: SamplingParams) -> int:
+    """Decode lines of requests together; a line that cannot run fails alone, by its number."""
     failed, live = 0, []
-    for number, text in enumerate(read_file("--prompts", file).split("\n"), start=1):
+    for number, text in enumerate(requests.split("\n"), start=1):
         if not text.strip():
             continue
         try:
@@ -422,7 +423,7 @@ def many(engine: Engine, file: Path, defaults: SamplingParams) -> int:
     quiet = not sys.stderr.isatty()
     with (
         interruptible() as interrupted,
-        tqdm(total=total, unit="prompt", desc=file.name, disable=quiet) as bar,
+        tqdm(total=total, unit="prompt", desc=name, disable=quiet) as bar,
     ):
         while live and not interrupted.is_set():
             for sequence in engine.step():
@@ -493,9 +494,9 @@ def watch_kernels(engine: Engine, prompt, arguments: argparse.Namespace) -> int:
 # ---- measures of a text and of the modes -------------------------------------------------------
 
 
-def score(engine: Engine, file: Path) -> int:
+def score(engine: Engine, file: str, text: str) -> int:
     """Perplexity of a text and bits per byte, over all its tokens but the first."""
-    ids = engine.encode(read_file("--score", file))
+    ids = engine.encode(text)
     if len(ids) < 2:
         raise UserError(f"--score {file}: expected at least two tokens, got {len(ids)}")
     began = time.perf_counter()

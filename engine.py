@@ -257,6 +257,13 @@ class Engine:
 
     def use(self, mode: str, budget: int) -> None:
         """Decode with "ar", "chain" or "tree" from now on; nothing but the speed changes."""
+        if mode not in MODES or budget < 1:
+            raise UserError(
+                f"mode and budget: expected {', '.join(MODES)} and at least 1 node, got "
+                f"{mode!r} and {budget}"
+            )
+        if mode != "ar" and self.drafter is None:
+            raise UserError(f"mode {mode}: needs a drafter; state draft.path or use ar")
         self.order("use", mode, budget)
         self.mode = mode
         self.speculator = Speculator(self.drafter, self.ops, mode, budget)
@@ -626,14 +633,15 @@ class Engine:
     def cancel(self, sequence: Sequence) -> None:
         """End a request now, keeping what it has emitted."""
         with self.lock:
-            if sequence.finish_reason is None:
+            if sequence.finish_reason is None or sequence.slot >= 0:
                 self.drop(sequence.arrival)
 
     def drop(self, arrival: int) -> None:
         """End the live request of this number."""
         self.order("drop", arrival)
         sequence = next(s for s in (*self.running, *self.waiting) if s.arrival == arrival)
-        sequence.finish_reason = "cancelled"
+        # A step that was interrupted may have ended the text and not got to giving back its slot.
+        sequence.finish_reason = sequence.finish_reason or "cancelled"
         self.retire(sequence)
 
     def advance(self, sequence: Sequence) -> None:

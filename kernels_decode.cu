@@ -318,8 +318,8 @@ KERNEL choose(const float* adjusted,  // [T, V]
   if (threadIdx.x == 0) tokens[blockIdx.x] = id_of(best);
 }
 
-// logits / temperature + noise, in place of the drafter's logits: the very noise that will pick the
-// target's token. grid (ceil(V / THREADS), T); greedy and filler rows are copied.
+// (logits / temperature + noise) * temperature, in place of the drafter's logits: the very noise that
+// will pick the target's token. grid (ceil(V / THREADS), T); greedy and filler rows are copied.
 KERNEL add_noise(const float* logits,  // [T, V]
                  const Request* requests,
                  const int* owners,        // [T] request of each row
@@ -333,6 +333,7 @@ KERNEL add_noise(const float* logits,  // [T, V]
   if (owners[t] >= 0 && requests[owners[t]].temperature != 0.0f) {
     const Request request = requests[owners[t]];
     value = __fadd_rn(__fdiv_rn(value, request.temperature), gumbel(request.seed, v, positions[t]));
+    value = __fmul_rn(value, request.temperature);
   }
   out[at] = value;
 }

@@ -771,13 +771,18 @@ class ReferenceOps:
     log_softmax_top = staticmethod(sampling.log_softmax_top)
 
     def add_noise(self, logits: np.ndarray, positions, params) -> np.ndarray:
-        """Draft logits [T, V] of sampled rows / temperature + the noise that will choose the
-        target's token at `positions`; greedy rows as they are."""
+        """Draft logits [T, V] with the noise that will choose the target's token at `positions`:
+        (logits / temperature + noise) * temperature for sampled rows, greedy rows as they are.
+
+        The order is that of the target's choice. Scaled back, differences are in the logits' own
+        units, so what the drafter does not know of the target weighs the same at any temperature.
+        """
         out = logits.copy()
         for row, (position, asked) in enumerate(zip(positions, params, strict=True)):
             if not asked.greedy:
                 noise = sampling.gumbel(asked.seed, int(position), logits.shape[1])
-                out[row] = logits[row] / np.float32(asked.temperature) + noise
+                heat = np.float32(asked.temperature)
+                out[row] = (logits[row] / heat + noise) * heat
         return out
 
     # -- the cache

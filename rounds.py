@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cache import CacheFull, Placed
-from config import UserError
+from config import DeviceFault, UserError
 from model import Batch
 from request import Sequence
 from sampling import SamplingParams
@@ -160,9 +160,11 @@ class Rounds:
         if key not in self.graphs:
             try:
                 self.graphs[key] = self.ops.capture(lambda: self.round(*key))
-            except UserError:
+            except (UserError, DeviceFault):
                 raise
             except Exception as error:  # whatever the driver has against it: plain steps still run
+                if self.ops.comm is not None:
+                    raise  # the other ranks record: they must not be left alone in a round
                 log.warning("rounds are not recorded, plain steps go on: %s", error)
                 self.failed = True
                 return False

@@ -572,8 +572,8 @@ def add_noise(backend: Backend) -> None:
     for row, asked, position, have in zip(logits, requests, positions, out, strict=True):
         want = row
         if not asked.greedy:
-            want = row / np.float32(asked.temperature)
-            want = want + sampling.gumbel(asked.seed, int(position), len(row))
+            heat = np.float32(asked.temperature)
+            want = (row / heat + sampling.gumbel(asked.seed, int(position), len(row))) * heat
         assert np.array_equal(have.view(np.int32), want.view(np.int32))
 
 
