@@ -105,6 +105,7 @@ READERS = 8  # threads
 CHUNK = 8 << 20  # bytes a thread stages: READERS * CHUNK in all, and as much again in a Share
 LANES = 4  # threads that read what the ranks of a host share
 GAP = 64 << 10  # bytes that are read over rather than started anew behind
+HUGE_PAGE = 2 << 20
 PAGE = 4096  # what O_DIRECT wants offsets, lengths and addresses to be multiples of
 DIRECT_FROM = 1 << 30  # bytes of a plan; below, the page cache makes the next start faster
 STALL = 600  # seconds without a word of another rank
@@ -1177,8 +1178,8 @@ class _Reading:
 
     def read(self, batch: list[_Extent]) -> None:
         if not hasattr(self.staging, "buffer"):
-            self.staging.buffer = mmap.mmap(-1, self.staged + 2 * PAGE)
-        buffer = memoryview(self.staging.buffer)
+            self.staging.buffer = _staging_buffer(self.staged + 2 * PAGE)
+        buffer = self.staging.buffer
         for extent in batch:
             extent.read(self.files, buffer, self.uncached)
             self.fill(extent, buffer)
@@ -1200,6 +1201,16 @@ class _Reading:
                 if not self.awaited[part.slot]:
                     complete.append(part.slot)
         self.ready.put((extent.length, complete))
+
+
+def _staging_buffer(length: int) -> memoryview:
+    """Whole pages, of the huge kind where there are any: a read that bypasses the page cache has
+    few large pieces then, and is twice as fast as into scattered small pages."""
+    memory = mmap.mmap(-1, length + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    return memoryview(memory)[-address % HUGE_PAGE :][:length]
 
 
 @dataclass(frozen=True, slots=True)
@@ -1356,10 +1367,10 @@ def read_rate(checkpoint: Checkpoint, most: int) -> Rate:
 
         def read(chunk: tuple[_File, int]) -> int:
             if not hasattr(staging, "buffer"):
-                staging.buffer = mmap.mmap(-1, CHUNK)
+                staging.buffer = _staging_buffer(CHUNK)
             file, at = chunk
             length = min(CHUNK, file.size - at)
-            file.read_into(memoryview(staging.buffer), at, length)
+            file.read_into(staging.buffer, at, length)
             file.forget(at, length)
             return length
 
