@@ -179,17 +179,18 @@ class _File:
         """Fill `view` with the bytes from `offset` on: all, or at least the first `wanted`."""
         wanted, got = len(view) if wanted is None else wanted, 0
         while got < wanted:
+            direct = self.direct()  # asked first: another thread may change it during the read
             try:
                 end = got + os.preadv(self.fd, [view[got:]], offset + got)
             except OSError as error:
-                if error.errno == errno.EINVAL and self.direct():
+                if error.errno == errno.EINVAL and direct:
                     # This file system wants other blocks than PAGE, or none of it.
                     fcntl.fcntl(self.fd, fcntl.F_SETFL, os.O_RDONLY)
                     continue
                 raise UserError(
                     f"{self.path}: cannot be read at byte {offset + got}: {error.strerror}"
                 ) from None
-            if end < wanted and self.direct():
+            if end < wanted and direct:
                 end -= end % PAGE  # the next read must begin on a block
             if end <= got:
                 raise UserError(
