@@ -669,6 +669,7 @@ class Plan:
     weights: Any  # TargetWeights or DrafterWeights with a Slot in place of every array
     shapes: tuple[tuple[TensorInfo, Shape], ...] = ()  # weight_shape tensors and what they say
     group: int = 32  # columns of an INT4 scale
+    own_files: bool = False  # tools/preshard.py's: no other rank reads them
 
     @property
     def slots(self) -> list[Slot]:
@@ -975,7 +976,13 @@ class _Planner:
             )
         if not self.checkpoint.generated:
             self._check_shapes()
-        return Plan(self.checkpoint.directory, weights, tuple(self.shapes), self.group)
+        return Plan(
+            self.checkpoint.directory,
+            weights,
+            tuple(self.shapes),
+            self.group,
+            self.checkpoint.shard is not None,
+        )
 
     def _check_shapes(self) -> None:
         """What the weight_shape tensors say: (out, in) of the matrix before any cut."""
@@ -1049,7 +1056,7 @@ def stream_target(
         trees = [replace(plan.weights, layers=()), *plan.weights.layers]
         groups = [_slots(tree) for tree in trees]
         arrays: dict[str, np.ndarray] = {}
-        with _Reading(plan.directory, groups, progress, share) as reading:
+        with _Reading(plan, groups, progress, share) as reading:
             complete = reading.complete()
             for g, tree in enumerate(trees):
                 reading.allowed = g + 1
@@ -1065,7 +1072,7 @@ def stream_target(
 
 def _load(plan: Plan, progress: bool, place: Place | None, share: Share | None) -> Any:
     arrays = {}
-    with _Reading(plan.directory, [plan.slots], progress, share) as reading:
+    with _Reading(plan, [plan.slots], progress, share) as reading:
         for slot, array in reading.complete():
             arrays[slot.name] = array if place is None else place(slot, array)
             del array  # or it would outlive `place` until the next one is complete
@@ -1079,13 +1086,12 @@ class _Reading:
     allowed  the last group that may be begun
     """
 
-    def __init__(
-        self, directory: Path, groups: list[list[Slot]], progress: bool, share: Share | None
-    ):
-        self.directory, self.progress, self.share = directory, progress, share
+    def __init__(self, plan: Plan, groups: list[list[Slot]], progress: bool, share: Share | None):
+        self.directory, self.progress, self.share = plan.directory, progress, share
         self.slots = [slot for group in groups for slot in group]
         self.ends = np.cumsum([len(group) for group in groups]).tolist()  # of each group's slots
-        self.private, self.common = _extents(groups, share is not None and share.size > 1)
+        sharing = share is not None and share.size > 1 and not plan.own_files
+        self.private, self.common = _extents(groups, sharing)
         self.awaited = [0] * len(self.slots)  # rows of each slot that are still to come
         for extent in self.private + self.common:
             for part in extent.parts:

@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 import toy
-from test_loader import assert_same, refused
+from test_loader import assert_same, load_together, refused
 
 import config
 import loader
@@ -283,14 +283,18 @@ def test_presharded_parts_are_the_ranks_parts(made, tmp_path, size):
     out = tmp_path / "cut"
     assert preshard.main([str(made), str(out), "--size", str(size)]) == 0
     whole, model = open_both(made)
-    tp = config.TensorParallel(size=size)
+    tp, plans, parts = config.TensorParallel(size=size), [], []
     for rank in range(size):
         mine = loader.open_checkpoint(out, rank=rank, size=size)
         assert (mine.directory / "tiktoken.model").exists()
         a, b = (loader.plan_target(c, model, tp=tp, rank=rank) for c in (whole, mine))
-        assert_same(loader.load_target(a), loader.load_target(b))
+        plans.append(b)
+        parts.append(loader.load_target(a))
+        assert_same(parts[-1], loader.load_target(b))
         read = sum(t.end - t.begin for t in mine.tensors.values())
         assert read < b.bytes * 1.01 + 10_000
+    for part, weights in zip(parts, load_together(plans, tmp_path / "memory"), strict=True):
+        assert_same(part, weights)  # there is nothing that ranks could read for each other
 
 
 def test_a_presharded_drafter(made, tmp_path):
