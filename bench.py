@@ -87,7 +87,12 @@ def table(rows: Sequence[dict]) -> str:
 
 def operations(arguments) -> list[dict]:
     import bench_kernels  # needs a GPU: only when asked for
+    import ops
 
+    try:
+        ops.CudaLauncher()
+    except UserError:
+        raise UserError("ops: times kernels and needs an NVIDIA GPU; none can be used here") from None
     return bench_kernels.table(arguments.op, arguments.rows, arguments.skew)
 
 

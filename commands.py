@@ -56,6 +56,7 @@ CONTROLS = (
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="engine.py",
+        allow_abbrev=False,
         description="Decode text with Kimi K2.6 or a model of its shape, by draft trees: the same "
         "tokens and the same logit bits as plain decoding, in fewer steps.",
         epilog="Tokens are counted as emitted: the first is the prefill's, the others the verify "
@@ -67,7 +68,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--model", metavar="DIR", help="checkpoint directory, instead of the config's model.path")
     add("--tp", type=int, metavar="N", help="tensor-parallel ranks, instead of tp.size")
-    add("--device", choices=("auto", "cuda", "cpu", "emulate"), default="auto")
+    add(
+        "--device",
+        choices=("auto", "cuda", "cpu", "emulate"),
+        default="auto",
+        help="auto: a GPU where there is one; emulate: the GPU's kernels as host code, for checks",
+    )
     add(
         "--debug-kernels",
         action="store_true",
@@ -389,6 +395,13 @@ def converse(engine: Engine, params: SamplingParams, arguments: argparse.Namespa
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             continue
+        except KeyboardInterrupt:  # ends this answer; at the question it ends the conversation
+            if engine.comm is not None:
+                raise  # the other ranks are in the middle of a step
+            for sequence in (*engine.running, *engine.waiting):
+                engine.cancel(sequence)
+            print()
+            continue
         if arguments.chat:
             messages = turn + [reply(result.text, thinking=not arguments.instant)]
 
@@ -418,7 +431,7 @@ def many(engine: Engine, name: str, requests: str, defaults: SamplingParams) -> 
             live.append(engine.submit(prompt, line.params, id=line.id))
         except UserError as error:
             failed += 1
-            print_json({"line": number, "error": str(error)})
+            print_json({"line": number, **named(text), "error": str(error)})
     total, began, emitted, steps = len(live), time.perf_counter(), 0, 0
     quiet = not sys.stderr.isatty()
     with (
@@ -444,6 +457,15 @@ def many(engine: Engine, name: str, requests: str, defaults: SamplingParams) -> 
         print(f"interrupted: {total - len(live)} of {total} prompts done", file=sys.stderr)
         return 130
     return 1 if failed else 0
+
+
+def named(text: str) -> dict:
+    """The id of a refused line, where it has one, as its result would carry it."""
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return {"id": raw["id"]} if isinstance(raw, dict) and "id" in raw else {}
 
 
 @contextmanager
