@@ -92,7 +92,9 @@ def operations(arguments) -> list[dict]:
     try:
         ops.CudaLauncher()
     except UserError:
-        raise UserError("ops: times kernels and needs an NVIDIA GPU; none can be used here") from None
+        raise UserError(
+            "ops: times kernels and needs an NVIDIA GPU; none can be used here"
+        ) from None
     return bench_kernels.table(arguments.op, arguments.rows, arguments.skew)
 
 
