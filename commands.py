@@ -165,6 +165,12 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone
         sys.stderr.close()
         return 141
+    except MemoryError as error:
+        print(
+            f"error: out of memory: {error}; lower decode.pages, decode.batch or decode.context",
+            file=sys.stderr,
+        )
+        return 2
     except OSError as error:  # a file of the user's that cannot be read or written
         if error.filename is None:
             raise
@@ -323,8 +329,11 @@ def save_logits(file: Path, result: Result, vocab_size: int) -> None:
     logits = result.logits
     if logits is None:
         logits = np.zeros((0, vocab_size), np.float32)
-    with file.open("wb") as out:  # under the very name that was given
-        np.savez(out, token_ids=np.asarray(result.token_ids, np.int32), logits=logits)
+    try:
+        with file.open("wb") as out:  # under the very name that was given
+            np.savez(out, token_ids=np.asarray(result.token_ids, np.int32), logits=logits)
+    except OSError as error:
+        raise UserError(f"--logits {file}: {error.strerror}") from None
 
 
 def figures(engine: Engine, result: Result) -> str:

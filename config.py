@@ -21,6 +21,8 @@ from typing import Any
 import yaml
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
+MOST_NODES = 1024  # of a draft tree; block drafters are exhausted long before
+MOST_CONTEXT = 1 << 24  # positions that a rotation table is made for
 
 
 DEVICE_FAULT = 3  # exit code
@@ -284,7 +286,7 @@ class Kernels:
 class Draft:
     path: Path | None = _key(_optional(_path), None)
     mode: str = _key(_choice("ar", "chain", "tree"), "ar")
-    budget: int = _key(_integer(1), 16)  # nodes of a tree, root included
+    budget: int = _key(_integer(1, MOST_NODES), 16)  # nodes of a tree, root included
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -691,7 +693,7 @@ def _rope(c: dict, source: str, *, target: bool) -> Rope:
             raw = _merged(raw, _json_mapping(c[name], prefix[:-1]), prefix)
     if "type" in raw:
         raw = _merged(raw, {"rope_type": raw.pop("type")}, prefix)
-    theta = _number(0, above=True)(raw.pop("rope_theta", None), f"{source}: rope_theta")
+    theta = _number(1, above=True)(raw.pop("rope_theta", None), f"{source}: rope_theta")
     if raw and "rope_type" not in raw:
         raise UserError(f"{prefix}rope_type: missing; expected default, yarn or deepseek_yarn")
     kind = _choice("default", "yarn", "deepseek_yarn")(
@@ -858,6 +860,11 @@ def validate(config: Config, model: Model, drafter: Drafter | None) -> Config:
     if decode.context is not None and decode.context > limit:
         expected = f"at most {limit}, max_position_embeddings of {source}"
         raise _wrong("decode.context", expected, decode.context)
+    if (decode.context or limit) > MOST_CONTEXT:
+        raise UserError(
+            f"decode.context: {decode.context or limit} positions, expected at most "
+            f"{MOST_CONTEXT}; state a smaller one"
+        )
     if decode.prefill_chunk % decode.leaf:
         expected = f"a multiple of decode.leaf, {decode.leaf}"
         raise _wrong("decode.prefill_chunk", expected, decode.prefill_chunk)

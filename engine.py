@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 
 import numpy as np
@@ -155,7 +156,7 @@ class Engine:
             )
         # A checkpoint without a vocabulary still decodes ids; one with a broken one does not.
         self.tokenizer = None
-        if (checkpoint.directory / "tiktoken.model").exists():
+        if os.path.lexists(checkpoint.directory / "tiktoken.model"):
             self.tokenizer = Tokenizer(checkpoint.directory, self.dims.vocab_size)
         self.eos_ids = loader.generation_stop_ids(checkpoint)
         decode = settings.decode
@@ -257,10 +258,10 @@ class Engine:
 
     def use(self, mode: str, budget: int) -> None:
         """Decode with "ar", "chain" or "tree" from now on; nothing but the speed changes."""
-        if mode not in MODES or budget < 1:
+        if mode not in MODES or type(budget) is not int or not 1 <= budget <= config.MOST_NODES:
             raise UserError(
-                f"mode and budget: expected {', '.join(MODES)} and at least 1 node, got "
-                f"{mode!r} and {budget}"
+                f"mode and budget: expected {', '.join(MODES)} and 1 to {config.MOST_NODES} nodes, "
+                f"got {mode!r} and {budget!r}"
             )
         if mode != "ar" and self.drafter is None:
             raise UserError(f"mode {mode}: needs a drafter; state draft.path or use ar")
@@ -591,7 +592,10 @@ class Engine:
         """The prompt's ids and how many tokens it may emit. Raises UserError for parameters out of
         range and a prompt that can never fit; needs no weights."""
         params.validate(self.dims.vocab_size)
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        try:
+            ids = self.encode(prompt) if isinstance(prompt, str) else list(map(index, prompt))
+        except TypeError:
+            raise UserError("prompt: expected a text or a list of token ids") from None
         if not ids:
             raise UserError("prompt: expected at least one token, got none; give some text")
         top = self.dims.vocab_size - 1
@@ -639,7 +643,9 @@ class Engine:
     def drop(self, arrival: int) -> None:
         """End the live request of this number."""
         self.order("drop", arrival)
-        sequence = next(s for s in (*self.running, *self.waiting) if s.arrival == arrival)
+        live = (s for s in (*self.running, *self.waiting) if s.arrival == arrival)
+        if (sequence := next(live, None)) is None:
+            return  # another engine's
         # A step that was interrupted may have ended the text and not got to giving back its slot.
         sequence.finish_reason = sequence.finish_reason or "cancelled"
         self.retire(sequence)

@@ -43,6 +43,7 @@ MAX_SPAN_BLOCKS = 64  # grid of the span loop; a block takes every so-many-th sp
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT32 = np.dtype(np.float32)
 INT32 = np.dtype(np.int32)
+INT32_MAX = 2**31 - 1
 UINT8 = np.dtype(np.uint8)
 UINT64 = np.dtype(np.uint64)
 REQUEST = np.dtype(  # struct Request of the kernels
@@ -1560,7 +1561,7 @@ class CudaOps(TensorCoreKernels):
             row["seed"], row["temperature"] = asked.seed, asked.temperature
             row["top_p"] = max(1, int(math.ldexp(asked.top_p, 64))) if asked.top_p < 1 else 0
             row["min_mass"] = int(math.ldexp(asked.min_p, sampling.MASS_BITS))
-            row["top_k"] = max(asked.top_k, 0)
+            row["top_k"] = min(max(asked.top_k, 0), INT32_MAX)
         return packed.view(np.uint8).reshape(len(params), REQUEST.itemsize)
 
     def choose(self, logits, positions, params, paths=None):
@@ -1679,7 +1680,7 @@ class CudaOps(TensorCoreKernels):
             (state.stops, stops),
             (state.values, np.array(values, np.float32)),
             (state.emitted, np.array(path.length, np.int32)),
-            (state.min_tokens, np.array(asked.min_tokens, np.int32)),
+            (state.min_tokens, np.array(min(asked.min_tokens, INT32_MAX), np.int32)),
         ):
             array[slot] = self.launcher.upload(row)
 

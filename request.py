@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -246,6 +247,8 @@ def parse_line(text: str, default_id: object, defaults: SamplingParams) -> Line:
             close = difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}"
             raise UserError(f"{key}: unknown field; {hint}")
+    if isinstance(raw.get("id"), float) and not math.isfinite(raw["id"]):
+        raise UserError(f"id: expected what JSON can hold, got {raw['id']}")
     given = [name for name in _PROMPTS if raw.get(name) is not None]
     if len(given) != 1:
         raise UserError(f"expected one of {', '.join(_PROMPTS)}, got {', '.join(given) or 'none'}")

@@ -112,7 +112,9 @@ class Rounds:
             if not self.launch(mode, budget):
                 return None
         flight, self.flight = self.flight, None
-        if more and flight.places == running:  # nobody has come or gone since
+        # Only if nobody has come or gone since, and never to record: recording starts from what the
+        # host knows, which is behind by the round in flight.
+        if more and flight.places == running and self.key(mode, budget) in self.graphs:
             self.launch(mode, budget)
         tokens, counts, logits, rows = flight.read()
         got = []
@@ -122,6 +124,10 @@ class Rounds:
                 of_tokens = None if logits is None else logits[rows[place, :n]]
                 got.append(Emitted(sequence, tokens[place, :n].tolist(), of_tokens))
         return got
+
+    def key(self, mode: str, budget: int) -> tuple:
+        """What a recorded graph is for."""
+        return (mode, budget, len(self.places), self.penalised)
 
     def enter(self, running: list[Sequence]) -> None:
         """Bring the device's arrays level with the host's, for these sequences."""
@@ -156,7 +162,7 @@ class Rounds:
         except CacheFull:
             return False
         self.send_tables()
-        key = (mode, budget, len(self.places), self.penalised)
+        key = self.key(mode, budget)
         if key not in self.graphs:
             try:
                 self.graphs[key] = self.ops.capture(lambda: self.round(*key))

@@ -10,6 +10,7 @@ import base64
 import binascii
 import codecs
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -253,10 +254,10 @@ class StopScanner:
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
     """{token bytes: rank} of a tiktoken.model: one `base64 rank` a line, ranks 0, 1, 2, ..."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the vocabulary: {error.strerror}") from error
+    raw = _read(path)
+    if raw is None:
+        raise UserError(f"{path}: cannot read the vocabulary: no such file")
+    lines = raw.splitlines()
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(lines, start=1):
         if not line:
@@ -289,12 +290,15 @@ def _special_ids(
 ) -> dict[str, int]:
     """{control string: id} for every id from the last rank to the end of the vocabulary."""
     named: dict[int, str] = {}
-    for key, entry in settings.get("added_tokens_decoder", {}).items():
+    decoder = settings.get("added_tokens_decoder", {})
+    if not isinstance(decoder, dict):
+        raise UserError(f"{source}: added_tokens_decoder: expected an object of ids")
+    for key, entry in decoder.items():
         content = entry.get("content") if isinstance(entry, dict) else None
-        if not str(key).isdecimal() or not isinstance(content, str) or not content:
+        if not re.fullmatch("0|[1-9][0-9]{0,8}", key) or not _is_text(content):
             raise UserError(
                 f"{source}: added_tokens_decoder: expected `id: {{content: text}}`, "
-                f"got {key!r}: {entry!r}"
+                f"got {key[:40]!r}: {str(entry)[:80]}"
             )
         named[int(key)] = content
     end = max(named) + 1 if named else n_ranks + DEFAULT_SPECIALS
@@ -315,13 +319,12 @@ def _special_ids(
 
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; empty where there is no file."""
-    if not path.exists():
+    raw = _read(path)
+    if raw is None:
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot read: {error.strerror}") from error
-    except ValueError as error:  # JSON and UTF-8 errors
+        value = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors
         raise UserError(f"{path}: expected JSON: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, got {type(value).__name__}")
@@ -331,15 +334,44 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _template_source(directory: Path, settings: dict[str, Any]) -> str | None:
     """The chat template: its own file, else the (default) one in tokenizer_config.json."""
     path = directory / "chat_template.jinja"
-    if path.exists():
+    if (raw := _read(path)) is not None:
         try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
             raise UserError(f"{path}: cannot read the chat template: {error}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = [e for e in template if isinstance(e, dict) and e.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if template is not None and not _is_text(template):
+        raise UserError(f"{directory / 'tokenizer_config.json'}: chat_template: expected a text")
     return template
+
+
+def _is_text(value: object) -> bool:
+    """A string, not empty, that UTF-8 can hold."""
+    if not isinstance(value, str) or not value:
+        return False
+    return not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _read(path: Path) -> bytes | None:
+    """A file of the checkpoint, None where there is none. As in loader.py, a link may lead into the
+    directory, or from a hub cache's `snapshots/X` to its `blobs`, and nowhere else."""
+    if not os.path.lexists(path):
+        return None
+    home = path.parent.resolve()
+    inside = {home}
+    if home.parent.name == "snapshots":
+        inside.add(home.parent.parent / "blobs")
+    try:
+        real = path.resolve(strict=True)
+        if real.parent not in inside or not real.is_file():
+            raise UserError(f"{path}: expected a file of this checkpoint, not a link out of it")
+        return real.read_bytes()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        reason = getattr(error, "strerror", None) or "links in a circle"
+        raise UserError(f"{path}: cannot be read: {reason}") from None
 
 
 def _chunks(text: str) -> Iterator[str]:

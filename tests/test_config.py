@@ -262,7 +262,7 @@ def test_bad_yaml(settings, text, words):
         ({"top_p": 0}, ["--top-p: expected a number above 0 and at most 1, got 0"]),
         ({"top_p": 2}, ["--top-p", "got 2"]),
         ({"top_k": -2}, ["--top-k: expected an integer, at least -1"]),
-        ({"budget": 0}, ["--budget: expected an integer, at least 1, got 0"]),
+        ({"budget": 0}, ["--budget: expected an integer from 1 to 1024, got 0"]),
         ({"max_tokens": 0}, ["--max-tokens"]),
         ({"context": 0}, ["--context"]),
         ({"batch": 0}, ["--batch"]),

@@ -645,3 +645,18 @@ class TestNotANumber:
             answers = solo(plain, PROMPTS[:6], **wanted)
             for mode in ("chain", "tree"):
                 assert_same_results(decode(engine, PROMPTS[:6], mode, **wanted), answers)
+
+
+@pytest.mark.parametrize("prompt", ([1.5], ["a"], [None], [[1]], 7, None))
+def test_prompts_that_are_no_ids_are_refused(engine, prompt) -> None:
+    with pytest.raises(UserError):
+        engine.submit(prompt)
+    assert not engine.waiting
+
+
+@pytest.mark.parametrize(
+    "mode, budget", (("tre", 8), ("tree", 0), ("tree", 2.5), ("tree", "8"), ("tree", 10**9))
+)
+def test_modes_and_budgets_that_are_none_are_refused(engine, mode, budget) -> None:
+    with pytest.raises(UserError):
+        engine.use(mode, budget)

@@ -158,3 +158,26 @@ def test_i4_recording_while_another_thread_waits_on_the_device(
     finally:
         stop.set()
         thread.join()
+
+
+@pytest.mark.parametrize("first, then", ((("ar", 1), ("tree", 8)), (("tree", 8), ("chain", 1))))
+def test_a_mode_changed_with_a_round_in_flight(device, first, then, tmp_path, monkeypatch) -> None:
+    """The new mode's graph is recorded only after the round in flight was read."""
+    plain = make(tmp_path, monkeypatch, device, recorded=False)
+    expected = decode(plain, REQUESTS[:2])
+    made = make(tmp_path, monkeypatch, device, batch=2)
+    sequences = [made.submit(p, params, keep_logits=True) for p, params in REQUESTS[:2]]
+    for mode in [first] * 3 + [then] * 30:
+        if any(s.finish_reason is None for s in sequences):
+            made.use(*mode)
+            made.step()
+    assert_same([s.result() for s in sequences], expected)
+
+
+def test_g1_huge_top_k_and_min_tokens_are_harmless(device, tmp_path, monkeypatch) -> None:
+    params = SamplingParams(temperature=1.0, seed=1, top_k=2**31, max_tokens=3, ignore_eos=True)
+    late = SamplingParams(frequency_penalty=0.5, min_tokens=10**30)
+    plain = make(tmp_path, monkeypatch, device, recorded=False)
+    made = make(tmp_path, monkeypatch, device)
+    for asked in (params, late):
+        assert_same(decode(made, [([1, 2], asked)]), decode(plain, [([1, 2], asked)]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -418,3 +419,48 @@ def test_f11_stream_equals_whole_text(data: st.DataObject) -> None:
     for piece in pieces:
         sent += scanner.feed(piece)
         assert expected.startswith(sent)  # nothing of a stop is ever sent, nothing twice
+
+
+BYTES = [bytes([i]) for i in range(256)]
+
+
+@pytest.mark.parametrize("file", ["tiktoken.model", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("kind", ["outside", "dangling", "fifo", "circle"])
+def test_b3_links_out_of_the_checkpoint_are_not_followed(tmp_path: Path, file: str, kind: str):
+    (tmp_path / "model").mkdir()
+    directory = write(tmp_path / "model", BYTES, {256: "[BOS]"})
+    secret = tmp_path / "secret"
+    secret.write_text("do not show")
+    path = directory / file
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to({"outside": secret, "dangling": directory / "gone", "circle": path}[kind])
+    with pytest.raises(UserError) as caught:
+        Tokenizer(directory)
+    assert file in str(caught.value) and "do not show" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"added_tokens_decoder": null}',
+        '{"added_tokens_decoder": ["a"]}',
+        '{"added_tokens_decoder": {"%s": {"content": "x"}}}' % ("9" * 5000),
+        '{"added_tokens_decoder": {"0262": {"content": "x"}}}',
+        '{"added_tokens_decoder": {"262": {"content": "\\ud800"}}}',
+        '{"chat_template": 5}',
+        '{"chat_template": [{"name": "default"}, 1]}',
+        "[" * 100_000,
+    ],
+)
+def test_bad_settings_are_one_line(tmp_path: Path, content: str) -> None:
+    directory = write(tmp_path, BYTES, {256: "[BOS]"})
+    (directory / "tokenizer_config.json").write_text(content)
+    if "template" in content and "default" in content:
+        Tokenizer(directory)  # a default without a text is no template
+        return
+    with pytest.raises(UserError) as caught:
+        Tokenizer(directory)
+    assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
