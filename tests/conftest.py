@@ -63,7 +63,7 @@ def backend_of(device: str, activation: str) -> Backend:
 def device(request) -> str:
     name = request.param
     if name != "cpu" and isinstance(launcher(name), str):
-        pytest.skip(launcher(name))
+        pytest.skip(launcher(name))  # its text: no GPU or driver, or no host compiler
     return name
 
 

@@ -16,7 +16,7 @@ def small(monkeypatch) -> ops.EmulatorLauncher:
     """K2.6's cases a hundred times smaller, three launches a graph."""
     host = launcher("emulate")
     if isinstance(host, str):
-        pytest.skip(host)
+        pytest.skip(host)  # its text says what the emulator lacks, a compiler or headers
     for name, value in dict(
         HIDDEN=128, WIDTH=64, EXPERTS=16, TOP_K=4, LAUNCHES=3, REPLAYS=2, COLD_BYTES=1000
     ).items():

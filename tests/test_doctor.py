@@ -61,7 +61,7 @@ def test_a_sound_checkpoint(made, capsys):
 
 def test_emulated_kernels_at_a_rank_s_shapes(made, capsys):
     if isinstance(launcher("emulate"), str):
-        pytest.skip(launcher("emulate"))
+        pytest.skip(launcher("emulate"))  # its text says what the emulator lacks
     settings = settings_of(
         made,
         kernels=config.Kernels(activation="bfloat16"),
@@ -138,7 +138,7 @@ def test_every_rank_is_planned(made, capsys, monkeypatch):
 
 def test_without_a_gpu(made, capsys):
     if not isinstance(launcher("cuda"), str):
-        pytest.skip("a GPU is here")
+        pytest.skip("a GPU is here, and this is what the doctor says without one")
     code, found = page(capsys, settings_of(made), "auto")
     assert code == 0 and "what follows looks at the CPU" in only(found, "gpus", "skip")
     code, found = page(capsys, settings_of(made), "cuda")

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save
+from toy import INT4 as INT4_SCHEME
 
 import config
 import loader
@@ -59,22 +60,6 @@ TOY = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
     "eos_token_id": 63,
-}
-INT4_SCHEME = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 4, "group_size": 32, "strategy": "group", "symmetric": True},
-        }
-    },
-    "ignore": [
-        "lm_head",
-        "re:.*self_attn.*",
-        "re:.*shared_experts.*",
-        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
-    ],
 }
 DRAFTER = {
     "architectures": ["DFlashDraftModel"],
