@@ -131,6 +131,6 @@ class Drafter:
         shape = (len(h), self.kv_heads, dims.head_dim)
         k = ops.rms_norm(ops.linear(h, layer.k).reshape(shape), layer.k_norm, dims.rms_norm_eps)
         k = ops.rope_halves(k, self.cos, self.sin, positions)
-        v = ops.round(ops.linear(h, layer.v)).reshape(shape)
+        v = ops.linear(h, layer.v, rounded=True).reshape(shape)
         flat = [part.reshape(len(h), -1) for part in (k, v)]
         return ops.join_columns(flat).reshape(len(h), 2, *shape[1:])

@@ -44,10 +44,14 @@ DEVICE float to_float(float value) { return value; }
 DEVICE float to_float(bf16 value) { return __uint_as_float((u32)value.bits << 16); }
 
 DEVICE void store(float* to, float value) { *to = value; }
-DEVICE void store(bf16* to, float value) {  // to nearest, ties to even; NaN stays NaN
+DEVICE void store(bf16* to, float value) {  // to nearest, ties to even; NaN becomes 0x7fff
+#ifdef KDTREE_EMULATOR
   const u32 bits = __float_as_uint(value);
   const u32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   to->bits = (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fff : (u16)(rounded >> 16);
+#else
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to->bits) : "f"(value));
+#endif
 }
 
 DEVICE float round_to_act(float value) {
@@ -70,6 +74,25 @@ DEVICE void load8(const bf16* from, float (&to)[8]) {
     to[2 * i] = __uint_as_float(pairs[i] << 16);
     to[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
   }
+}
+
+DEVICE void store8(float* to, const float (&from)[8]) {
+  ((float4*)to)[0] = float4{from[0], from[1], from[2], from[3]};
+  ((float4*)to)[1] = float4{from[4], from[5], from[6], from[7]};
+}
+DEVICE void store8(bf16* to, const float (&from)[8]) {  // each as `store`
+  u32 pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+#ifdef KDTREE_EMULATOR
+    bf16 low, high;
+    store(&low, from[2 * i]), store(&high, from[2 * i + 1]);
+    pairs[i] = low.bits | (u32)high.bits << 16;
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pairs[i]) : "f"(from[2 * i + 1]), "f"(from[2 * i]));
+#endif
+  }
+  *(uint4*)to = uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
 DEVICE float silu(float gate) {
@@ -248,6 +271,12 @@ DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(N) :
 #endif
 #endif
 
+// The first line of a short kernel that is launched dependently and has nothing to fetch before.
+DEVICE void begin_dependent() {
+  grid_dependency_launch();
+  grid_dependency_wait();
+}
+
 // One warp's stream of equal pieces through N places in shared memory, in order: N times `start`, then
 // for every piece `get`, read, `replace` by the piece N later. All lanes call each. `there` is false
 // past the end of the stream: the place stays as it is and must not be read.
@@ -301,11 +330,13 @@ struct Ring {
 
 // ==== elementwise ====
 
-// grid ceil(n / THREADS), block THREADS. Each output is one element's own arithmetic.
+// grid ceil(n / THREADS), block THREADS. Each output is one element's own arithmetic. All may be
+// launched dependently: they wait first.
 
 KERNEL round_to_activation(const float* x,  // [n]
                            act* out,        // [n]
                            i64 n) {
+  begin_dependent();
   const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
   if (i < n) store(out + i, x[i]);
 }
@@ -315,6 +346,7 @@ KERNEL add(const act* x,    // [n]
            const float* y,  // [n]
            act* out,        // [n]
            i64 n) {
+  begin_dependent();
   const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
   if (i < n) store(out + i, __fadd_rn(to_float(x[i]), round_to_act(y[i])));
 }
@@ -323,6 +355,7 @@ KERNEL silu_mul(const float* gate,  // [n]
                 const float* up,    // [n]
                 act* out,           // [n]
                 i64 n) {
+  begin_dependent();
   const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
   if (i < n) store(out + i, __fmul_rn(silu(gate[i]), up[i]));
 }
@@ -330,6 +363,7 @@ KERNEL silu_mul(const float* gate,  // [n]
 // grid (ceil(K / THREADS), n). A row number outside [0, T) gives zeros: filler rows.
 template <class X>
 DEVICE void take_rows(const X* x, const int* rows, X* out, int T, int K) {
+  begin_dependent();
   const int k = blockIdx.x * THREADS + threadIdx.x;
   if (k >= K) return;
   const int row = rows[blockIdx.y];
@@ -352,6 +386,7 @@ KERNEL take_rows_act(const act* x, const int* rows, act* out, int T, int K) {
 KERNEL put_columns(const act* x,  // [T, K]
                    act* out,      // [T, width]
                    int K, int width, int first) {
+  begin_dependent();
   const int k = blockIdx.x * THREADS + threadIdx.x;
   if (k < K) out[(i64)blockIdx.y * width + first + k] = x[(i64)blockIdx.y * K + k];
 }
@@ -364,6 +399,7 @@ KERNEL embed(const int* ids,      // [T]
              const TABLE* table,  // [n, hidden], rows of ids first .. first + n - 1
              float* out,          // [T, hidden]
              int first, int n, int hidden) {
+  begin_dependent();
   const int k = blockIdx.x * THREADS + threadIdx.x;
   if (k >= hidden) return;
   const int row = ids[blockIdx.y] - first;
@@ -373,22 +409,76 @@ KERNEL embed(const int* ids,      // [T]
 
 // ==== rms_norm ====
 
-// One block a row. Thread t adds squares t, t + THREADS, ...; then block_sum. x / rms is rounded,
-// multiplied by the weight, rounded again. out may be x when the types agree.
+// One block a row of K values. Thread t holds values 8u .. 8u + 7 for u = t, t + THREADS, ... (CHUNKS
+// of them, -DCHUNKS): it adds the squares of eight ascending, then its eights ascending; then
+// block_sum. x / rms (taken as x times 1 / rms) is rounded, multiplied by the weight, rounded again.
+// Rows whose K and stride are multiples of 8 are 16-byte aligned. All may be launched dependently:
+// norm weights are always there, the rest is waited for.
+typedef float Eights[CHUNKS][8];
+
+DEVICE int place_of(int c) { return 8 * ((int)threadIdx.x + c * THREADS); }
+
+// Values past the last are zero. vectors: the row is 16-byte aligned and K a multiple of 8.
+template <class X>
+DEVICE void load_row(const X* x, int K, bool vectors, Eights& to) {
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    const int k = place_of(c);
+    if (vectors && k < K) {
+      load8(x + k, to[c]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; i++) to[c][i] = k + i < K ? to_float(x[k + i]) : 0.0f;
+    }
+  }
+}
+
+DEVICE void store_row(act* out, int K, bool vectors, const Eights& from) {
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    const int k = place_of(c);
+    if (vectors) {
+      if (k < K) store8(out + k, from[c]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        if (k + i < K) store(out + k + i, from[c][i]);
+    }
+  }
+}
+
+// x becomes its norm, not yet rounded the second time.
+DEVICE void norm_row(Eights& x, const Eights& weight, float inverse_k, float eps, float* sums) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    float eight = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) eight = __fmaf_rn(x[c][i], x[c][i], eight);
+    sum = __fadd_rn(sum, eight);
+  }
+  const float mean = __fmul_rn(block_sum(sum, sums), inverse_k);
+  const float inverse = __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      x[c][i] = __fmul_rn(round_to_act(__fmul_rn(x[c][i], inverse)), weight[c][i]);
+}
+
+// out may be x when the types agree.
 template <class X>
 DEVICE void rms_norm(const X* x, const float* weight, act* out, int K, float inverse_k, float eps) {
   __shared__ float sums[WARPS];
-  x += (i64)blockIdx.x * K;
-  out += (i64)blockIdx.x * K;
-  float sum = 0.0f;
-  for (int k = threadIdx.x; k < K; k += THREADS) {
-    const float value = to_float(x[k]);
-    sum = __fmaf_rn(value, value, sum);
-  }
-  const float mean = __fmul_rn(block_sum(sum, sums), inverse_k);
-  const float rms = __fsqrt_rn(__fadd_rn(mean, eps));
-  for (int k = threadIdx.x; k < K; k += THREADS)
-    store(out + k, __fmul_rn(round_to_act(__fdiv_rn(to_float(x[k]), rms)), weight[k]));
+  const bool vectors = K % 8 == 0;
+  const i64 row = (i64)blockIdx.x * K;
+  Eights values, weights;
+  grid_dependency_launch();
+  load_row(weight, K, vectors, weights);
+  grid_dependency_wait();
+  load_row(x + row, K, vectors, values);
+  norm_row(values, weights, inverse_k, eps, sums);
+  store_row(out + row, K, vectors, values);
 }
 
 KERNEL rms_norm_f32(const float* x,       // [T, K]
@@ -401,6 +491,101 @@ KERNEL rms_norm_act(const act* x, const float* weight, act* out, int K, float in
   rms_norm(x, weight, out, K, inverse_k, eps);
 }
 
+// The residual, as `add`, and its norm. sum may be x.
+KERNEL add_rms_norm(const act* x,         // [T, K]
+                    const float* y,       // [T, K]
+                    const float* weight,  // [K]
+                    act* sum,             // [T, K]
+                    act* out,             // [T, K]
+                    act* taps,  // [T, taps_width], columns first .. first + K - 1 get the sum too,
+                                // if has_taps
+                    int K, int taps_width, int first, int has_taps, float inverse_k, float eps) {
+  __shared__ float sums[WARPS];
+  const bool vectors = K % 8 == 0;
+  const i64 row = (i64)blockIdx.x * K;
+  Eights values, others, weights;
+  grid_dependency_launch();
+  load_row(weight, K, vectors, weights);
+  grid_dependency_wait();
+  load_row(y + row, K, vectors, others);
+  load_row(x + row, K, vectors, values);
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      values[c][i] = round_to_act(__fadd_rn(values[c][i], round_to_act(others[c][i])));
+  store_row(sum + row, K, vectors, values);
+  if (has_taps) {
+    const bool aligned = vectors && taps_width % 8 == 0 && first % 8 == 0;
+    store_row(taps + (i64)blockIdx.x * taps_width + first, K, aligned, values);
+  }
+  norm_row(values, weights, inverse_k, eps, sums);
+  store_row(out + row, K, vectors, values);
+}
+
+// The cache entry of a row: RMS-normed latent, de-interleaved and rotated key.
+DEVICE void entry_row(const float* kv, const float* weight, const float* cosines, const float* sines,
+                      const int* position, act* out, int latent, int rope, bool vectors,
+                      float inverse_latent, float eps, float* sums) {
+  const int half = rope / 2;
+  Eights values, weights;
+  load_row(weight, latent, latent % 8 == 0, weights);
+  grid_dependency_wait();
+  load_row(kv, latent, vectors, values);
+  for (int i = THREADS - 1 - threadIdx.x; i < half; i += THREADS) {  // by threads with few values
+    const i64 angle = (i64)*position * half + i;
+    act* to = out + latent + i;
+    rotate(kv[latent + 2 * i], kv[latent + 2 * i + 1], cosines[angle], sines[angle], to, to + half);
+  }
+  norm_row(values, weights, inverse_latent, eps, sums);
+  store_row(out, latent, vectors, values);
+}
+
+// grid T
+KERNEL latent_entry(const float* kv,       // [T, latent + rope]
+                    const float* weight,   // [latent]
+                    const float* cosines,  // [positions, rope / 2]
+                    const float* sines,    // likewise
+                    const int* positions,  // [T]
+                    act* out,              // [T, latent + rope]
+                    int latent, int rope, float inverse_latent, float eps) {
+  __shared__ float sums[WARPS];
+  const int row = blockIdx.x, width = latent + rope;
+  grid_dependency_launch();
+  entry_row(kv + (i64)row * width, weight, cosines, sines, positions + row, out + (i64)row * width,
+            latent, rope, latent % 8 == 0 && width % 8 == 0, inverse_latent, eps, sums);
+}
+
+// The norm of a row's compressed query (y = 0), and its cache entry as latent_entry (y = 1). grid (T, 2)
+KERNEL query_entry(const float* q,          // [T, q_stride]
+                   const float* kv,         // [T, kv_stride]
+                   const float* q_weight,   // [K]
+                   const float* kv_weight,  // [latent]
+                   const float* cosines,    // [positions, rope / 2]
+                   const float* sines,      // likewise
+                   const int* positions,    // [T]
+                   act* normed,             // [T, K]
+                   act* entries,            // [T, latent + rope]
+                   int K, int q_stride, int latent, int rope, int kv_stride, float inverse_k,
+                   float inverse_latent, float eps) {
+  __shared__ float sums[WARPS];
+  const int row = blockIdx.x, width = latent + rope;
+  grid_dependency_launch();
+  if (blockIdx.y) {
+    entry_row(kv + (i64)row * kv_stride, kv_weight, cosines, sines, positions + row,
+              entries + (i64)row * width, latent, rope,
+              latent % 8 == 0 && width % 8 == 0 && kv_stride % 8 == 0, inverse_latent, eps, sums);
+    return;
+  }
+  const bool vectors = K % 8 == 0 && q_stride % 8 == 0;
+  Eights values, weights;
+  load_row(q_weight, K, K % 8 == 0, weights);
+  grid_dependency_wait();
+  load_row(q + (i64)row * q_stride, K, vectors, values);
+  norm_row(values, weights, inverse_k, eps, sums);
+  store_row(normed + (i64)row * K, K, vectors, values);
+}
+
 // ==== linear ====
 
 // Rows first, first + 1, ... of x [T, K]; a place past the last row repeats the first.
@@ -409,7 +594,7 @@ DEVICE void rows_of(const act* x, int first, int n, int K, const act* (&rows)[RO
   for (int r = 0; r < ROWS; r++) rows[r] = x + (i64)(first + (r < n ? r : 0)) * K;
 }
 
-// y[t, o] = sum over k of x[t, k] * w[o, k], fp32.
+// y[t, o] = sum over k of x[t, k] * w[o, k].
 // grid (ceil(out / WARPS), ceil(T / ROWS)), block THREADS; a warp owns one output column of ROWS rows.
 // K falls in `leaves` equal parts (a power of two). Inside a leaf: WEIGHT::accumulate, then warp_sum8.
 // Leaves join pairwise, ((0+1)+(2+3))+((4+5)+(6+7)): a finished leaf is added to its left neighbours
@@ -420,8 +605,8 @@ KERNEL linear(const act* x,        // [T, K], INT4: 16-byte aligned
               const void* weight,  // [out, K], or [out, K / 8] words
               const void* scales,  // INT4: [out, K / group]
               int group,           // INT4: columns that share a scale
-              float* y,            // [T, out]
-              int T, int out, int K, int leaves) {
+              void* y,             // [T, out], fp32, or act if rounded
+              int rounded, int T, int out, int K, int leaves) {
   __shared__ float waiting[WARPS][MAX_LEVELS][ROWS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const int column = blockIdx.x * WARPS + warp, first = blockIdx.y * ROWS;
@@ -441,7 +626,10 @@ KERNEL linear(const act* x,        // [T, K], INT4: 16-byte aligned
     if (lane % 4 == 0) waiting[warp][level][lane / 4] = total;
     __syncwarp();  // written before the next leaf reads
   }
-  if (lane % 4 == 0 && lane / 4 < n) y[(i64)(first + lane / 4) * out + column] = total;
+  if (lane % 4 || lane / 4 >= n) return;
+  const i64 at = (i64)(first + lane / 4) * out + column;
+  if (rounded) store((act*)y + at, total);
+  else ((float*)y)[at] = total;
 }
 
 // The leaf sums of `linear`, not joined. Same grid and order.
@@ -473,38 +661,13 @@ KERNEL rope_halves(const act* x,          // [T, H, d]
                    const int* positions,  // [T]
                    act* out,              // [T, H, d]
                    int H, int d) {
+  begin_dependent();
   const int i = blockIdx.x * THREADS + threadIdx.x, half = d / 2;
   if (i >= H * half) return;
   const i64 at = ((i64)blockIdx.y * H + i / half) * d + i % half;
   const i64 angle = (i64)positions[blockIdx.y] * half + i % half;
   rotate(to_float(x[at]), to_float(x[at + half]), cosines[angle], sines[angle], out + at,
          out + at + half);
-}
-
-// The cache entry of a row: RMS-normed latent, de-interleaved and rotated key. One block a row; the
-// norm adds as rms_norm does.
-KERNEL latent_entry(const float* kv,       // [T, latent + rope]
-                    const float* weight,   // [latent]
-                    const float* cosines,  // [positions, rope / 2]
-                    const float* sines,    // likewise
-                    const int* positions,  // [T]
-                    act* out,              // [T, latent + rope]
-                    int latent, int rope, float inverse_latent, float eps) {
-  __shared__ float sums[WARPS];
-  const int row = blockIdx.x, half = rope / 2;
-  kv += (i64)row * (latent + rope);
-  out += (i64)row * (latent + rope);
-  float sum = 0.0f;
-  for (int k = threadIdx.x; k < latent; k += THREADS) sum = __fmaf_rn(kv[k], kv[k], sum);
-  const float mean = __fmul_rn(block_sum(sum, sums), inverse_latent);
-  const float rms = __fsqrt_rn(__fadd_rn(mean, eps));
-  for (int k = threadIdx.x; k < latent; k += THREADS)
-    store(out + k, __fmul_rn(round_to_act(__fdiv_rn(kv[k], rms)), weight[k]));
-  for (int i = threadIdx.x; i < half; i += THREADS) {
-    const i64 angle = (i64)positions[row] * half + i;
-    act* to = out + latent + i;
-    rotate(kv[latent + 2 * i], kv[latent + 2 * i + 1], cosines[angle], sines[angle], to, to + half);
-  }
 }
 
 // ==== absorb ====

@@ -568,6 +568,7 @@ KERNEL put_entries(const act* from,       // [layers, T, width]
                    const int* tables,     // [slots, max_pages]
                    act* pages,            // [layers, n_pages, leaf, width]
                    int T, int width, int max_pages, int leaf, i64 layer_stride) {
+  begin_dependent();
   const int k = blockIdx.x * THREADS + threadIdx.x, i = blockIdx.y;
   if (k >= width || slots[i] < 0) return;
   const int page = tables[(i64)slots[i] * max_pages + positions[i] / leaf];
@@ -580,6 +581,7 @@ KERNEL advance(const int* slots,   // [B], each once; -1 is skipped
                const int* counts,  // [B]
                int* lengths,       // [slots]
                int B) {
+  begin_dependent();
   const int b = blockIdx.x * THREADS + threadIdx.x;
   if (b < B && slots[b] >= 0) lengths[slots[b]] += counts[b];
 }

@@ -239,21 +239,25 @@ DEVICE void products(const bf16* x, const unsigned char* weight, int T, const Sh
   }
 }
 
-// y[t, o] = sum over k of x[t, k] w[o, k]. grid (blocks shared out, ceil(T / (8 NT))), block THREADS.
+// y[t, o] = sum over k of x[t, k] w[o, k], bf16 if rounded. grid (blocks shared out, ceil(T / (8 NT))),
+// block THREADS.
 template <int NT, int MW, int AHEAD>
-DEVICE void linear_mma(const bf16* x, const unsigned char* weight, float* y, int y_stride, int T,
-                       int out, const Shape& s) {
+DEVICE void linear_mma(const bf16* x, const unsigned char* weight, void* y, int rounded, int y_stride,
+                       int T, int out, const Shape& s) {
   const int first = blockIdx.y * NT * 8, rows = min(T - first, NT * 8), lane = threadIdx.x & 31;
-  y += (i64)first * y_stride;
+  auto put = [&](i64 at, float value) {
+    if (rounded) store((bf16*)y + at, value);
+    else ((float*)y)[at] = value;
+  };
   auto finish = [&](int tile, int n, float4 v) {
     const int o = tile * 16 + lane / 4, t = n * 8 + lane % 4 * 2;
     const float low[2] = {v.x, v.y}, high[2] = {v.z, v.w};
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       if (t + i >= rows) continue;
-      float* to = y + (i64)(t + i) * y_stride + o;
-      if (o < out) to[0] = low[i];
-      if (o + 8 < out) to[8] = high[i];
+      const i64 at = (i64)(first + t + i) * y_stride + o;
+      if (o < out) put(at, low[i]);
+      if (o + 8 < out) put(at + 8, high[i]);
     }
   };
   products<NT, MW, AHEAD>(x + (i64)first * s.stride, weight, rows, s, finish);
@@ -279,11 +283,11 @@ DEVICE void gate_up_mma(const bf16* x, const unsigned char* weight, bf16* h, int
 #define LINEAR(NT, MW)                                                                             \
   extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_##NT##_##MW)                      \
   linear_mma_##NT##_##MW(const bf16* x, const unsigned char* weight,                               \
-                         float* y /* [T, y_stride] */, int y_stride, int T, int out, int stride,   \
-                         int blocks, int steps, int first, int parts, int part_steps,              \
+                         void* y /* [T, y_stride] */, int rounded, int y_stride, int T, int out,   \
+                         int stride, int blocks, int steps, int first, int parts, int part_steps,  \
                          int chunk) {                                                              \
     const Shape s = {stride, blocks, steps, first, parts, part_steps, chunk};                      \
-    linear_mma<NT, MW, AHEAD_##NT##_##MW>(x, weight, y, y_stride, T, out, s);                      \
+    linear_mma<NT, MW, AHEAD_##NT##_##MW>(x, weight, y, rounded, y_stride, T, out, s);             \
   }
 #define GATE_UP(NT)                                                                                \
   extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_##NT##_1) gate_up_mma_##NT##_1(   \

@@ -55,11 +55,10 @@ class Forward:
 @dataclass(frozen=True)
 class _Attention:
     norm: object
-    q_a: object
+    inputs: object  # q_a and kv_a
     q_a_norm: object
-    q_b: object
-    kv_a: object
     kv_a_norm: object
+    q_b: object
     key: object  # [H, nope, latent], absorbed into q
     value: object  # [H, latent, v], absorbed into the output
     o: object
@@ -88,7 +87,7 @@ class Model:
     def __init__(
         self, dims: config.Model, weights, ops, *, context, span=4, taps=(), rank=0, tp=ONE_RANK
     ):
-        self.dims, self.ops, self.taps, self.span = dims, ops, tuple(taps), span
+        self.dims, self.ops, self.taps, self.span = dims, ops, sorted(set(taps)), span
         self.tp = tp
         self.heads = dims.num_attention_heads // tp.ranks("o_proj")
         self.head_dim = dims.qk_nope_head_dim + dims.qk_rope_head_dim
@@ -110,11 +109,10 @@ class Model:
         key, value = ops.prepare_heads(w.kv_b, self.heads, dims.qk_nope_head_dim, dims.v_head_dim)
         attention = _Attention(
             norm=ops.upload(w.input_norm),
-            q_a=ops.prepare(w.q_a),
+            inputs=ops.prepare_latent_inputs(w.q_a, w.kv_a),
             q_a_norm=ops.upload(w.q_a_norm),
-            q_b=ops.prepare(w.q_b, shards=config.leaves(n_heads) // size),
-            kv_a=ops.prepare(w.kv_a),
             kv_a_norm=ops.upload(w.kv_a_norm),
+            q_b=ops.prepare(w.q_b, shards=config.leaves(n_heads) // size),
             key=key,
             value=value,
             o=ops.prepare(w.o, shards=config.leaves(n_heads, n_heads) // size, row_cut=True),
@@ -142,17 +140,17 @@ class Model:
             positions, batch.sequence, batch.parent, cache.lengths, cache.tables, cache.leaf
         )
         entries = ops.activations((len(self.layers), len(batch), self.cache_width))
-        x = self.embed(ops.index(batch.token_ids))
-        tapped = []
-        for i, layer in enumerate(self.layers):
-            pages = cache.pages[i]
-            x = ops.add(x, self._attention(layer.attention, x, positions, pages, entries[i], plan))
-            x = ops.add(x, self._mlp(layer, x))
-            if i in self.taps:
-                tapped.append(x)
-        taps = ops.join_columns(tapped) if tapped else None
-        x = ops.rms_norm(ops.take_rows(x, logit_rows), self.norm, self.dims.rms_norm_eps)
-        return Forward(self.logits(x), taps, entries)
+        x, eps, n = self.embed(ops.index(batch.token_ids)), self.dims.rms_norm_eps, len(batch)
+        norms = [layer.attention.norm for layer in self.layers[1:]] + [self.norm]
+        hidden = self.dims.hidden_size
+        taps = ops.activations((n, len(self.taps) * hidden)) if self.taps else None
+        h = ops.rms_norm(x, self.layers[0].attention.norm, eps)
+        for i, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
+            y = self._attention(layer.attention, h, positions, cache.pages[i], entries[i], plan)
+            x, h = ops.add_rms_norm(x, y, layer.norm, eps)
+            tap = (taps, self.taps.index(i) * hidden) if i in self.taps else ()
+            x, h = ops.add_rms_norm(x, self._mlp(layer, h), norm, eps, *tap)
+        return Forward(self.logits(ops.take_rows(h, logit_rows)), taps, entries)
 
     def embed(self, token_ids):
         """int32 [T] -> [T, hidden]."""
@@ -162,30 +160,23 @@ class Model:
         """Normed rows [T, hidden] -> fp32 [T, V]."""
         return self.ops_for("lm_head").head(x, self.head, self.dims.vocab_size)
 
-    def _attention(self, w: _Attention, x, positions, pages, entries, plan):
-        """Absorbed multi-head latent attention (DeepSeek-V3): [T, hidden] -> o_proj's sum.
+    def _attention(self, w: _Attention, h, positions, pages, entries, plan):
+        """Absorbed multi-head latent attention (DeepSeek-V3): normed [T, hidden] -> o_proj's sum.
 
         The rows' own cache entries are written into `entries`.
         """
         ops, dims = self.ops_for("o_proj"), self.dims
-        n, latent = len(x), dims.kv_lora_rank
-        h = ops.rms_norm(x, w.norm, dims.rms_norm_eps)
-
-        q = ops.rms_norm(ops.linear(h, w.q_a), w.q_a_norm, dims.lora_norm_eps)
-        q = ops.round(ops.linear(q, w.q_b)).reshape(n, self.heads, self.head_dim)
-        q = ops.latent_query(q, w.key, self.cos, self.sin, positions)
-
-        kv = ops.linear(h, w.kv_a)
-        eps = dims.lora_norm_eps
-        ops.latent_entry(kv, w.kv_a_norm, eps, self.cos, self.sin, positions, out=entries)
-
+        n, latent, rotation = len(h), dims.kv_lora_rank, (self.cos, self.sin, positions)
+        norms = w.q_a_norm, w.kv_a_norm, dims.lora_norm_eps
+        q = ops.latent_inputs(h, w.inputs, *norms, *rotation, out=entries)
+        q = ops.linear(q, w.q_b, rounded=True).reshape(n, self.heads, self.head_dim)
+        q = ops.latent_query(q, w.key, *rotation)
         o = ops.latent_attention(q, pages, entries, plan, self.scale, latent, self.span)
         return ops.linear(ops.absorb_v(o, w.value).reshape(n, -1), w.o)
 
-    def _mlp(self, w: _Layer, x):
-        """The dense MLP, or routed and shared experts: [T, hidden] -> their unrounded sum."""
+    def _mlp(self, w: _Layer, h):
+        """The dense MLP, or routed and shared experts: normed [T, hidden] -> unrounded sum."""
         ops, dims = self.ops_for("down_proj"), self.dims
-        h = ops.rms_norm(x, w.norm, dims.rms_norm_eps)
         if w.experts is None:
             return ops.mlp(h, w.shared)
         ids, weights = ops.route(

@@ -114,6 +114,11 @@ def attention_defines(key: int, value: int, leaf: int, span: int) -> Defines:
     return (("KEY_WIDTH", key), ("VALUE_WIDTH", value), ("LEAF", leaf), ("SPAN", span))
 
 
+def norm_defines(width: int) -> Defines:
+    """-D of the rms_norm section, for rows of this width: eights that a thread holds."""
+    return (("CHUNKS", _ceil(width, 8 * THREADS)),)
+
+
 def attention_shared_bytes(key: int, leaf: int) -> int:
     """sizeof(Shared) of the attention section."""
     return -(-(HEADS * (key + 2 * leaf + 1) * 4) // 8) * 8 + leaf * 8
@@ -381,12 +386,14 @@ class EmulatorLauncher:
         return module.function(kernel)
 
     def launch(self, function, grid, block, args, shared_bytes: int, dependent=False) -> None:
-        function(grid, block, args, shared_bytes)
+        function(grid, block, args, shared_bytes, dependent=dependent)
 
     def upload(self, array: np.ndarray) -> np.ndarray:
+        self.emulator.settle()
         return np.array(array, order="C")
 
     def download(self, array: np.ndarray) -> np.ndarray:
+        self.emulator.settle()
         return np.array(array)
 
     def fetch(self, arrays: tuple):
@@ -419,7 +426,7 @@ class EmulatorLauncher:
         return time.perf_counter() - begin
 
     def synchronize(self) -> None:
-        pass
+        self.emulator.settle()
 
 
 @dataclass(frozen=True)
@@ -470,6 +477,17 @@ class Matrix:
     @property
     def defines(self) -> Defines:
         return (("WEIGHT", self.format),)
+
+
+@dataclass(frozen=True)
+class LatentInputs:
+    """q_a and kv_a; one matrix of both (`joined`) where tensor cores take them, else two."""
+
+    joined: object
+    q_a: object
+    kv_a: object
+    q_lora: int
+    width: int  # latent + rope
 
 
 @dataclass(frozen=True)
@@ -1118,11 +1136,12 @@ class CudaOps(TensorCoreKernels):
             raise UserError(f"{where}: expected 16-byte alignment, got an odd slice; copy it first")
         return array
 
-    def _rows_of(self, op: str, x):
+    def _rows_of(self, op: str, x, aligned: bool = False):
         """Checks an activation or fp32 array of rows; returns it and "act" or "f32"."""
         if getattr(x, "dtype", None) == self.act:
-            return self._take(op, "x", x, self.act, *x.shape), "act"
-        return self._take(op, "x", x, FLOAT32, *getattr(x, "shape", (None,))), "f32"
+            return self._take(op, "x", x, self.act, *x.shape, aligned=aligned), "act"
+        shape = getattr(x, "shape", (None,))
+        return self._take(op, "x", x, FLOAT32, *shape, aligned=aligned), "f32"
 
     # -- weights, once at load
 
@@ -1198,6 +1217,15 @@ class CudaOps(TensorCoreKernels):
             self._matrix(gate), self._matrix(up), self._matrix(down, n_leaves, True), n_leaves
         )
 
+    def prepare_latent_inputs(self, q_a, kv_a) -> LatentInputs:
+        """q_a [q_lora, hidden] and kv_a [latent + rope, hidden] for `latent_inputs`."""
+        rows = [w.out_features if isinstance(w, Int4Weight) else len(w) for w in (q_a, kv_a)]
+        if self.tensor_linear and all(self._packable(w, 1) for w in (q_a, kv_a)):
+            both = [self.launcher.upload(w).view(np.uint16) for w in (q_a, kv_a)]
+            both = self.launcher.xp.concatenate(both).view(BFLOAT16)
+            return LatentInputs(self.prepare(both), None, None, *rows)
+        return LatentInputs(None, self.prepare(q_a), self.prepare(kv_a), *rows)
+
     def prepare_heads(self, kv_b, n_heads: int, nope: int, v: int) -> tuple[Heads, Heads]:
         """kv_b [H * (nope + v), latent], dense, for latent_query and absorb_v."""
         matrix = self._matrix(kv_b)
@@ -1215,7 +1243,8 @@ class CudaOps(TensorCoreKernels):
             return x
         out = self.empty(x.shape, self.act)
         grid = (_ceil(x.size, THREADS),)
-        self._launch("elementwise", "round_to_activation", grid, x, out, np.int64(x.size))
+        n = np.int64(x.size)
+        self._launch("elementwise", "round_to_activation", grid, x, out, n, dependent=True)
         return out
 
     def embed(self, token_ids, table, first_id: int):
@@ -1226,37 +1255,64 @@ class CudaOps(TensorCoreKernels):
         out = self.empty((len(ids), hidden))
         grid = (_ceil(hidden, THREADS), len(ids))
         defines = (("TABLE", TYPES[table.dtype]),)
-        self._launch("embed", "embed", grid, ids, table, out, first_id, n, hidden, defines=defines)
+        self._launch(
+            "embed", "embed", grid, ids, table, out, first_id, n, hidden, defines=defines,
+            dependent=True,
+        )  # fmt: skip
         return self.round(out if self.comm is None else self.comm.tree_sum(out))
 
     def rms_norm(self, x, weight, eps: float):
         """x [..., K] -> x / sqrt(mean(x^2) + eps), rounded, times weight [K], rounded."""
-        x, kind = self._rows_of("rms_norm", x)
         k = x.shape[-1]
-        weight = self._take("rms_norm", "weight", weight, FLOAT32, k)
+        x, kind = self._rows_of("rms_norm", x, aligned=k % 8 == 0)
+        weight = self._take("rms_norm", "weight", weight, FLOAT32, k, aligned=True)
         out = self.empty(x.shape, self.act)
-        grid = (x.size // k,)
-        inverse = np.float32(1.0 / k)
-        self._launch("rms_norm", f"rms_norm_{kind}", grid, x, weight, out, k, inverse, eps)
+        self._launch(
+            "rms_norm", f"rms_norm_{kind}", (x.size // k,), x, weight, out, k, np.float32(1.0 / k),
+            eps, defines=norm_defines(k), dependent=True,
+        )  # fmt: skip
         return out
 
-    def linear(self, x, weight: Matrix):
-        """x [T, in] times weight [out, in] -> fp32 [T, out]."""
-        y = self._linear("linear", x, weight, weight.out_features)
-        return self.comm.tree_sum(y) if weight.row_cut and self.comm is not None else y
+    def add_rms_norm(self, x, y, weight, eps: float, taps=None, first: int = 0):
+        """x + round(y), rounded [T, K], and its `rms_norm`, as one kernel; the sum is also written
+        to columns first … of `taps` [T, width]."""
+        op, (n, k) = "add_rms_norm", x.shape
+        x = self._take(op, "x", x, self.act, n, k, aligned=k % 8 == 0)
+        y = self._take(op, "y", y, FLOAT32, n, k, aligned=k % 8 == 0)
+        weight = self._take(op, "weight", weight, FLOAT32, k, aligned=True)
+        tapped, total, out = (
+            taps is not None,
+            self.empty((n, k), self.act),
+            self.empty((n, k), self.act),
+        )
+        taps = self._take(op, "taps", taps, self.act, n, None, aligned=True) if tapped else total
+        if first + k > taps.shape[1]:
+            raise UserError(f"{op}: columns {first} to {first + k} of taps of {taps.shape[1]}")
+        self._launch(
+            "rms_norm", op, (n,), x, y, weight, total, out, taps, k, taps.shape[1], first,
+            int(tapped), np.float32(1.0 / k), eps, defines=norm_defines(k), dependent=True,
+        )  # fmt: skip
+        return total, out
 
-    def _linear(self, op: str, x, weight: Matrix, columns: int):
+    def linear(self, x, weight: Matrix, rounded: bool = False):
+        """x [T, in] times weight [out, in] -> fp32 [T, out], or rounded to the activation type."""
+        if weight.row_cut and self.comm is not None:
+            y = self.comm.tree_sum(self._linear("linear", x, weight, weight.out_features))
+            return self.round(y) if rounded else y
+        return self._linear("linear", x, weight, weight.out_features, rounded)
+
+    def _linear(self, op: str, x, weight: Matrix, columns: int, rounded: bool = False):
         packed = isinstance(weight, TensorMatrix)
         aligned = packed or weight.group > 1
         x = self._take(op, "x", x, self.act, None, weight.in_features, aligned=aligned)
-        y = self.empty((len(x), columns))
+        y = self.empty((len(x), columns), self.act if rounded else FLOAT32)
         if packed:
-            self._mma("linear_mma", x, weight, y, ((columns,), (columns,)))
+            self._mma("linear_mma", x, weight, y, ((int(rounded), columns), (columns,)))
             return y
         grid = (_ceil(columns, WARPS), _ceil(len(x), ROWS))
         self._launch(
-            "linear", "linear", grid, x, weight.data, weight.scales, weight.group, y, len(x),
-            columns, weight.in_features, weight.leaves, defines=weight.defines,
+            "linear", "linear", grid, x, weight.data, weight.scales, weight.group, y, int(rounded),
+            len(x), columns, weight.in_features, weight.leaves, defines=weight.defines,
         )  # fmt: skip
         return y
 
@@ -1266,7 +1322,7 @@ class CudaOps(TensorCoreKernels):
         y = self._take("add", "y", y, FLOAT32, *x.shape)
         out = self.empty(x.shape, self.act)
         grid = (_ceil(x.size, THREADS),)
-        self._launch("elementwise", "add", grid, x, y, out, np.int64(x.size))
+        self._launch("elementwise", "add", grid, x, y, out, np.int64(x.size), dependent=True)
         return out
 
     def silu_mul(self, gate, up):
@@ -1275,7 +1331,8 @@ class CudaOps(TensorCoreKernels):
         up = self._take("silu_mul", "up", up, FLOAT32, *gate.shape)
         out = self.empty(gate.shape, self.act)
         grid = (_ceil(gate.size, THREADS),)
-        self._launch("elementwise", "silu_mul", grid, gate, up, out, np.int64(gate.size))
+        n = np.int64(gate.size)
+        self._launch("elementwise", "silu_mul", grid, gate, up, out, n, dependent=True)
         return out
 
     def rope_table(self, rope: config.Rope, dim: int, positions: int):
@@ -1291,7 +1348,9 @@ class CudaOps(TensorCoreKernels):
         positions = self._take("rope_halves", "positions", self.index(positions), INT32, n)
         out = self.empty(x.shape, self.act)
         grid = (_ceil(heads * (d // 2), THREADS), n)
-        self._launch("rope", "rope_halves", grid, x, cos, sin, positions, out, heads, d)
+        self._launch(
+            "rope", "rope_halves", grid, x, cos, sin, positions, out, heads, d, dependent=True
+        )
         return out
 
     def take_rows(self, x, rows):
@@ -1301,7 +1360,9 @@ class CudaOps(TensorCoreKernels):
         n_rows, k = x.shape
         out = self.empty((len(rows), k), x.dtype)
         grid = (_ceil(k, THREADS), len(rows))
-        self._launch("elementwise", f"take_rows_{kind}", grid, x, rows, out, n_rows, k)
+        self._launch(
+            "elementwise", f"take_rows_{kind}", grid, x, rows, out, n_rows, k, dependent=True
+        )
         return out
 
     def join_columns(self, parts: list):
@@ -1313,7 +1374,9 @@ class CudaOps(TensorCoreKernels):
             part = self._take("join_columns", "part", part, self.act, n, None)
             k = part.shape[1]
             grid = (_ceil(k, THREADS), n)
-            self._launch("elementwise", "put_columns", grid, part, out, k, width, first)
+            self._launch(
+                "elementwise", "put_columns", grid, part, out, k, width, first, dependent=True
+            )
             first += k
         return out
 
@@ -1361,16 +1424,50 @@ class CudaOps(TensorCoreKernels):
         """kv_a's fp32 output [T, latent + rope] -> the cache entries, into `out` of that shape:
         normed latent, rotated key."""
         op, latent = "latent_entry", weight.shape[0]
-        kv = self._take(op, "kv", kv, FLOAT32, None, None)
+        kv = self._take(op, "kv", kv, FLOAT32, None, None, aligned=True)
         n, rope = len(kv), kv.shape[1] - latent
-        self._take(op, "weight", weight, FLOAT32, latent)
-        self._take(op, "cos", cos, FLOAT32, None, rope // 2)
-        self._take(op, "out", out, self.act, n, latent + rope)
-        positions = self._take(op, "positions", self.index(positions), INT32, n)
+        weight, out, positions = self._entry(op, n, weight, rope, cos, sin, positions, out)
         self._launch(
-            "rope", "latent_entry", (n,), kv, weight, cos, sin, positions, out, latent, rope,
-            np.float32(1.0 / latent), eps,
+            "rms_norm", op, (n,), kv, weight, cos, sin, positions, out, latent, rope,
+            np.float32(1.0 / latent), eps, defines=norm_defines(latent), dependent=True,
         )  # fmt: skip
+
+    def latent_inputs(
+        self, x, weight: LatentInputs, q_norm, kv_norm, eps: float, cos, sin, positions, out
+    ):
+        """x [T, hidden] -> q_a's output, normed [T, q_lora]; kv_a's becomes the cache entries, into
+        `out` [T, latent + rope], as `latent_entry` makes them."""
+        op, n, k, latent = "latent_inputs", len(x), weight.q_lora, kv_norm.shape[0]
+        rope = weight.width - latent
+        if weight.joined is not None:
+            q = self.linear(x, weight.joined)
+            kv = q.reshape(-1)[k:]
+            strides = k + weight.width, k + weight.width
+        else:
+            q, kv, strides = (
+                *(self.linear(x, w) for w in (weight.q_a, weight.kv_a)),
+                (k, weight.width),
+            )
+        q_norm = self._take(op, "q_norm", q_norm, FLOAT32, k, aligned=True)
+        kv_norm, out, positions = self._entry(op, n, kv_norm, rope, cos, sin, positions, out)
+        normed, widest = self.empty((n, k), self.act), max(k, latent)
+        self._launch(
+            "rms_norm", "query_entry", (n, 2), q, kv, q_norm, kv_norm, cos, sin, positions, normed,
+            out, k, strides[0], latent, rope, strides[1], np.float32(1.0 / k),
+            np.float32(1.0 / latent), eps, defines=norm_defines(widest), dependent=True,
+        )  # fmt: skip
+        return normed
+
+    def _entry(self, op: str, n: int, weight, rope: int, cos, sin, positions, out):
+        """Checks what makes a cache entry: returns weight, out and positions."""
+        latent = weight.shape[0]
+        self._take(op, "cos", cos, FLOAT32, None, rope // 2)
+        self._take(op, "sin", sin, FLOAT32, None, rope // 2)
+        return (
+            self._take(op, "weight", weight, FLOAT32, latent, aligned=True),
+            self._take(op, "out", out, self.act, n, latent + rope, aligned=latent % 8 == 0),
+            self._take(op, "positions", self.index(positions), INT32, n),
+        )
 
     def absorb_v(self, o, value: Heads):
         """o [T, H, latent] -> rounded [T, H, v]."""
@@ -1487,7 +1584,7 @@ class CudaOps(TensorCoreKernels):
         if isinstance(down, TensorMatrix):
             for leaf in range(leaves):
                 of_leaf = y.reshape(-1)[leaf * down.out_features :]
-                columns = ((leaves * down.out_features,), (down.out_features,))
+                columns = ((0, leaves * down.out_features), (down.out_features,))
                 self._mma("linear_mma", h, down, of_leaf, columns, leaf)
             return y
         grid = (_ceil(down.out_features, WARPS), _ceil(len(x), ROWS))
@@ -1824,6 +1921,7 @@ class CudaOps(TensorCoreKernels):
         self._launch(
             "entries", "put_entries", grid, entries, rows, slots, positions, tables, pages,
             entries.shape[1], width, tables.shape[1], leaf, np.int64(n_pages * leaf * width),
+            dependent=True,
         )  # fmt: skip
 
     def advance(self, lengths, slots, counts) -> None:
@@ -1832,7 +1930,8 @@ class CudaOps(TensorCoreKernels):
         slots = self.index(slots)
         counts = self._take("advance", "counts", self.index(counts), INT32, len(slots))
         grid = (_ceil(len(slots), THREADS),)
-        self._launch("entries", "advance", grid, slots, counts, lengths, len(slots))
+        args = slots, counts, lengths, len(slots)
+        self._launch("entries", "advance", grid, *args, dependent=True)
 
 
 # ---- helpers -----------------------------------------------------------------------------------

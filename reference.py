@@ -510,6 +510,10 @@ class ReferenceOps:
             hidden,
         )
 
+    def prepare_latent_inputs(self, q_a, kv_a) -> tuple[TiledWeight, TiledWeight]:
+        """q_a [q_lora, hidden] and kv_a [latent + rope, hidden] for `latent_inputs`."""
+        return self.prepare(q_a), self.prepare(kv_a)
+
     def prepare_heads(self, kv_b, n_heads: int, nope: int, v: int) -> tuple[np.ndarray, np.ndarray]:
         """kv_b [H * (nope + v), latent] to absorb_q's [H, nope, latent] and absorb_v's
         [H, latent, v], so that scores and sums are taken in the latent space."""
@@ -565,8 +569,11 @@ class ReferenceOps:
         mean = np.add.reduce(x * x, axis=-1, keepdims=True) * np.float32(1.0 / x.shape[-1])
         return self.round(self.round(x / np.sqrt(mean + np.float32(eps))) * weight)
 
-    def linear(self, x: np.ndarray, weight: TiledWeight) -> np.ndarray:
-        """x [T, in] times weight [out, in] -> fp32 [T, out], in the leaf order of the table."""
+    def linear(self, x: np.ndarray, weight: TiledWeight, rounded: bool = False) -> np.ndarray:
+        """x [T, in] times weight [out, in] -> fp32 [T, out], in the leaf order of the table;
+        rounded: to the activation type."""
+        if rounded:
+            return self.round(self.linear(x, weight))
         if not len(x):
             return np.empty((0, weight.out_features), np.float32)
         tiles = row_tiles(x)
@@ -587,6 +594,14 @@ class ReferenceOps:
     def add(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         """The residual: x + round(y), rounded."""
         return self.round(x + self.round(y))
+
+    def add_rms_norm(self, x, y, weight, eps: float, taps=None, first: int = 0):
+        """The residual `add` and its `rms_norm`: (sum, normed); the sum is also written to columns
+        first … of `taps` [T, width]."""
+        x = self.add(x, y)
+        if taps is not None:
+            taps[:, first : first + x.shape[1]] = x
+        return x, self.rms_norm(x, weight, eps)
 
     def rope_table(self, rope: Rope, dim: int, positions: int) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin, fp32 [positions, dim / 2] (see `rope_frequencies`)."""
@@ -631,6 +646,15 @@ class ReferenceOps:
         rope = _rotate(pairs[:, 0::2], pairs[:, 1::2], cos, sin, positions)
         normed = self.rms_norm(np.ascontiguousarray(kv[:, :latent]), weight, eps)
         out[:] = np.concatenate([normed, self.round(rope)], -1)
+
+    def latent_inputs(
+        self, x, weight, q_norm, kv_norm, eps, cos, sin, positions, out
+    ) -> np.ndarray:
+        """x [T, hidden] times `weight` of prepare_latent_inputs: q_a's output, normed [T, q_lora];
+        kv_a's goes through `latent_entry`, to `out` [T, latent + rope]."""
+        q_a, kv_a = weight
+        self.latent_entry(self.linear(x, kv_a), kv_norm, eps, cos, sin, positions, out)
+        return self.rms_norm(self.linear(x, q_a), q_norm, eps)
 
     def absorb_v(self, o: np.ndarray, value: np.ndarray) -> np.ndarray:
         """o [T, H, latent] times value [H, latent, v] -> rounded [T, H, v]."""

@@ -102,6 +102,13 @@ def linear(b: Backend, draw: Draw, kind: str, rows: int, out: int, k: int, leave
     return Outcome(result, *product(x.astype(np.float64), f64(w)))
 
 
+def linear_rounded(b: Backend, draw: Draw, kind: str, rows: int, out: int, k: int) -> Outcome:
+    x, w = draw.values(rows, k), draw.weight(kind, out, k)
+    result = b.get(b.ops.linear(b.send(x), b.ops.prepare(w), rounded=True))
+    expected, bound = product(x.astype(np.float64), f64(w))
+    return Outcome(result, expected, bound * (1 + draw.ua) + draw.ua * np.abs(expected))
+
+
 def embed(b: Backend, draw: Draw, kind: str, rows: int, n: int, hidden: int, first: int) -> Outcome:
     table = draw.weight(kind, n, hidden)
     ids = draw.rng.integers(0, n + 2 * first, rows).astype(np.int32)
@@ -118,6 +125,35 @@ def rms_norm(b: Backend, draw: Draw, fp32: bool, *shape: int) -> Outcome:
     rms = np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + eps)
     expected = x / rms * w
     return Outcome(result, expected, (gamma(shape[-1]) + 2.1 * draw.ua) * np.abs(expected))
+
+
+def add_rms_norm(b: Backend, draw: Draw, rows: int, k: int, first: int | None) -> Outcome:
+    """Sum and norm beside each other; with `first`, the sum stands in the taps as well."""
+    x, w, eps = draw.values(rows, k, scale=2), draw.values(k), 1e-5
+    y = draw.rng.standard_normal((rows, k), dtype=np.float32)
+    tap = ()
+    if first is not None:
+        tap = b.ops.activations((rows, 2 * k + first)), first
+        tap[0][...] = b.send(np.zeros(tap[0].shape, np.float32))
+    sent = b.send(x), b.send(y, fp32=True)
+    total, normed = map(b.get, b.ops.add_rms_norm(*sent, b.ops.upload(w), eps, *tap))
+    assert np.array_equal(total, b.get(b.ops.add(*sent))), "the sum is `add`'s"
+    again = b.get(b.ops.rms_norm(b.send(total), b.ops.upload(w), eps))
+    assert np.array_equal(normed, again), "the norm is `rms_norm`'s of the rounded sum"
+    if tap:
+        taps = b.get(tap[0])
+        assert np.array_equal(taps[:, first : first + k], total)
+        taps[:, first : first + k] = 0
+        assert not taps.any(), "columns beside are written"
+    wide = x.astype(np.float64) + y
+    held = total.astype(np.float64)
+    normed_wide = held / np.sqrt((held**2).mean(-1, keepdims=True) + eps) * w
+    bounds = (
+        (U + draw.ua) * (np.abs(wide) + np.abs(y)),
+        (gamma(k) + 2.1 * draw.ua) * np.abs(normed_wide),
+    )
+    expected = np.concatenate([wide, normed_wide], 1)
+    return Outcome(np.concatenate([total, normed], 1), expected, np.concatenate(bounds, 1))
 
 
 def add(b: Backend, draw: Draw, rows: int, k: int) -> Outcome:
@@ -223,6 +259,26 @@ def latent_entry(b: Backend, draw: Draw, rows: int, latent: int, rope: int) -> O
         4 * U * size + draw.ua * np.abs(turned),
     )
     return Outcome(result, np.concatenate([normed, turned], -1), np.concatenate(bounds, -1))
+
+
+def latent_inputs(
+    b, draw, kinds: tuple[str, str], rows: int, hidden: int, q_lora: int, latent: int, rope: int
+) -> Outcome:
+    """Bits of the operations that it stands for, whose own cases bound the error."""
+    ops, eps, width = b.ops, 1e-6, latent + rope
+    x, positions = b.send(draw.values(rows, hidden)), draw.rng.integers(0, 64, rows)
+    positions = b.send(positions.astype(np.int32))
+    q_a, kv_a = (draw.weight(k, n, hidden) for k, n in zip(kinds, (q_lora, width), strict=True))
+    q_norm, kv_norm = (ops.upload(draw.values(n)) for n in (q_lora, latent))
+    turn = (*ops.rope_table(YARN, rope, 64), positions)
+    out, entries = ops.activations((rows, width)), ops.activations((rows, width))
+    weight = ops.prepare_latent_inputs(q_a, kv_a)
+    normed = b.get(ops.latent_inputs(x, weight, q_norm, kv_norm, eps, *turn, out))
+    q = b.get(ops.rms_norm(ops.linear(x, ops.prepare(q_a)), q_norm, eps))
+    ops.latent_entry(ops.linear(x, ops.prepare(kv_a)), kv_norm, eps, *turn, entries)
+    have = np.concatenate([normed, b.get(out)], 1)
+    want = np.concatenate([q, b.get(entries)], 1)
+    return Outcome(have, want, np.zeros(have.shape))
 
 
 def absorb_v(b, draw, kind: str, rows: int, heads: int, nope: int, v: int, latent: int) -> Outcome:
@@ -413,8 +469,13 @@ SUMS = [
         (1, 3, 32, 1), (5, 17, 96, 1), (9, 12, 256, 8), (3, 8, 7168, 1), (2, 20, 256, 2),
     )),
     (embed, ("f32", 5, 7, 33, 0)), (embed, ("bf16", 9, 8, 300, 3)),
+    *((linear_rounded, (kind, 9, 40, 64)) for kind in ("f32", "bf16", "int4")),
     *((rms_norm, s) for s in (
         (False, 1, 1), (True, 3, 33), (False, 2, 7168), (True, 2, 1536), (True, 3, 4, 16),
+        (False, 2, 4100),
+    )),
+    *((add_rms_norm, s) for s in (
+        (1, 1, None), (3, 33, 5), (2, 64, 8), (9, 96, 3), (2, 7168, None), (1, 7168, 7168),
     )),
     *((f, s) for f in (add, round_, silu_mul) for s in ((1, 1), (3, 333))),
     (take_rows, (False, 7, 65, 4)), (take_rows, (True, 1, 300, 3)),
@@ -425,6 +486,10 @@ SUMS = [
         ("bf16", 2, 1, 128, 64, 128, 512),
     )),
     *((latent_entry, s) for s in ((1, 8, 2), (3, 33, 8), (2, 512, 64))),
+    *((latent_inputs, s) for s in (
+        (("f32", "f32"), 3, 16, 5, 7, 2), (("bf16", "bf16"), 9, 64, 48, 32, 8),
+        (("int4", "bf16"), 2, 96, 24, 16, 4), (("bf16", "bf16"), 2, 64, 1536, 512, 64),
+    )),
     *((absorb_v, s) for s in (
         ("f32", 1, 1, 4, 4, 8), ("bf16", 9, 4, 16, 16, 32), ("bf16", 2, 1, 128, 128, 512),
     )),

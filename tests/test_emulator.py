@@ -192,6 +192,18 @@ extern "C" __global__ void bulk_not_waited(const float4* x, float4* y) {
   __syncthreads();
   y[threadIdx.x] = tile[threadIdx.x];  // bulk_not_waited
 }
+extern "C" __global__ void no_dependency_wait(float* y) {
+  if (threadIdx.x < 31) grid_dependency_wait();
+}
+extern "C" __global__ void early_write(float* y) {
+  y[threadIdx.x] = 1;  // early_write
+  grid_dependency_wait();
+}
+extern "C" __global__ void early_read(const float* x, float* y) {
+  const float v = x[threadIdx.x];  // early_read
+  grid_dependency_wait();
+  y[threadIdx.x] = v;
+}
 extern "C" __global__ void spoiled_ldmatrix(unsigned* y) {
   __shared__ __align__(16) unsigned short tile[8][12];
   for (int i = threadIdx.x; i < 96; i += 32) (&tile[0][0])[i] = i;
@@ -292,6 +304,24 @@ def test_both_builds_find(request, build, name, words, shape, args):
         words = "overflows its stack"
     for seed in range(3):
         assert_fault(request.getfixturevalue(build), name, words, shape, args, seed=seed)
+
+
+@pytest.mark.parametrize("build", ["plain", "checked"])
+def test_a_dependent_launch_waits(request, build):
+    """In every thread, and before it writes, or reads what the launches in front write."""
+    module = request.getfixturevalue(build)
+    x, y = floats(32), floats(32)
+    words = "leaves without grid_dependency_wait"
+    assert_fault(module, "no_dependency_wait", words, (1, 32), (x,), dependent=True)
+    if build == "plain":
+        return
+    assert_fault(module, "early_write", "before grid_dep", (1, 32), (x,), dependent=True)
+    read = module.function("early_read")
+    read((1,), (32,), (x, y))
+    read((1,), (32,), (x, y), dependent=True)  # a weight: no launch has written it
+    assert_fault(module, "early_read", "before grid_dep", (1, 32), (y, x), dependent=True)
+    emulator.settle()
+    read((1,), (32,), (y, x), dependent=True)
 
 
 def test_unmapped_write_is_located(plain):

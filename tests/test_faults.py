@@ -133,7 +133,7 @@ def test_a_kernel_that_fails_is_named_in_one_line(device, tmp_path) -> None:
             shutil.copy(file, tmp_path)
     shutil.copytree(ROOT / "tests/emulator", tmp_path / "tests/emulator")
     source = tmp_path / "kernels.cu"
-    text, residual = source.read_text(), "__fadd_rn(to_float(x[i]), round_to_act(y[i]))"
+    text, residual = source.read_text(), "__fadd_rn(values[c][i], round_to_act(others[c][i]))"
     assert text.count(residual) == 1
     source.write_text(text.replace(residual, "*(volatile float*)(x + (1ll << 42))"))
     toy.write_checkpoint(tmp_path / "toy")
@@ -149,7 +149,7 @@ def test_a_kernel_that_fails_is_named_in_one_line(device, tmp_path) -> None:
         assert done.returncode == config.DEVICE_FAULT, done.stderr
         assert len(lines) == 1, done.stderr
         if flag or device == "emulate":
-            assert lines[0].startswith("error: add with a grid of ("), done.stderr
+            assert lines[0].startswith("error: add_rms_norm with a grid of ("), done.stderr
         else:
             assert lines[0].endswith("--debug-kernels names it"), done.stderr
 

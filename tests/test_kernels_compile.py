@@ -25,6 +25,7 @@ VARIANTS = {
     "experts_mma": [EXPERTS.defines],
     "embed": [(("TABLE", t),) for t in ops.TYPES.values()],
     "absorb": [(("TABLE", t),) for t in ops.TYPES.values()],
+    "rms_norm": [ops.norm_defines(width) for width in (7168, 1536)],
     "attention": [TARGET, DRAFTER],
     **dict.fromkeys(
         ("linear", "gate_up", "expert_down"),

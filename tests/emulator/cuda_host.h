@@ -50,7 +50,7 @@
 namespace emulator {
 
 struct BlockView { uint3 index; dim3 threads; dim3 grid; unsigned char* dynamic; };
-struct ThreadView { uint3 index; unsigned lane; BlockView* block; };
+struct ThreadView { uint3 index; unsigned lane; BlockView* block; bool waited; };
 extern ThreadView* current;  // the running thread; every call into the runtime may change it
 
 enum Collective { SYNC, SHUFFLE, BALLOT, MATCH, ADD, MIN_SIGNED, MAX_SIGNED, MIN_UNSIGNED, MAX_UNSIGNED,
@@ -384,6 +384,7 @@ inline float exp2_approx(float x) {
   const float y = std::exp2(x);
   return y < 1.17549435e-38f ? 0.0f : y;
 }
-// Dependent launch only moves work earlier; one launch after another is always allowed.
-inline void grid_dependency_wait() {}
+// Dependent launch only moves work earlier; one launch after another is always allowed. Every thread must wait
+// before it leaves, and (checked) before it touches what the launches in front may still be at.
+inline void grid_dependency_wait() { emulator::current->waited = true; }
 inline void grid_dependency_launch() {}

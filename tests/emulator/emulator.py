@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -328,6 +329,7 @@ class _Launch(ctypes.Structure):
         ("seed", ctypes.c_ulonglong),
         ("cooperative", ctypes.c_uint),
         ("checked", ctypes.c_uint),
+        ("dependent", ctypes.c_uint),
     ]
 
 
@@ -338,7 +340,17 @@ class _Buffer(ctypes.Structure):
         ("name", ctypes.c_char_p),
         ("constant", ctypes.c_uint),
         ("output", ctypes.c_uint),
+        ("fresh", ctypes.c_uint),
     ]
+
+
+# What launches may still be writing when a dependent one begins: (first, last + 1) addresses.
+_fresh: deque[tuple[int, int]] = deque(maxlen=256)
+
+
+def settle() -> None:
+    """All launches so far have ended, as after a copy or a synchronisation on their stream."""
+    _fresh.clear()
 
 
 _TYPES = {
@@ -389,6 +401,7 @@ class Function:
         *,
         outputs: Sequence[str] = (),
         cooperative: bool = False,
+        dependent: bool = False,
         seed: int = 0,
     ) -> None:
         """Runs the kernel to its end.
@@ -399,6 +412,9 @@ class Function:
         outputs: names of pointer parameters that the kernel writes whole. They are filled with NaN
             bits first; a checked module finds a byte read before it is written, or never written.
         cooperative: all blocks live at once, for grid barriers.
+        dependent: may begin before the launches in front have ended; then every thread must call
+            grid_dependency_wait(), and a checked module finds a write before it, or a read of what
+            those launches write.
         seed: of the order in which threads and blocks run.
         Raises EmulatorError.
         """
@@ -420,7 +436,9 @@ class Function:
         launch.static_bytes = self._module.static_bytes
         launch.cooperative = cooperative
         launch.checked = self._module.checked
+        launch.dependent = dependent
         values, buffers = self._pack(args, tuple(outputs))
+        self._mark_fresh(buffers, dependent)
         pointers = (ctypes.c_void_p * max(1, len(values)))(
             *(ctypes.cast(ctypes.pointer(v), ctypes.c_void_p) for v in values)
         )
@@ -431,6 +449,16 @@ class Function:
             )
         if failed:
             raise EmulatorError(self._module.with_lines(text.value.decode()))
+
+    def _mark_fresh(self, buffers: ctypes.Array, dependent: bool) -> None:
+        """Marks what launches in front may be writing, and adds what this one may write."""
+        if not dependent:
+            settle()
+        spans = [(b.data or 0, (b.data or 0) + b.bytes) for b in buffers]
+        if dependent and self._module.checked:
+            for buffer, (low, high) in zip(buffers, spans, strict=True):
+                buffer.fresh = any(low < end and begin < high for begin, end in _fresh)
+        _fresh.extend(s for b, s in zip(buffers, spans, strict=True) if not b.constant)
 
     def _refuse(self, why: str) -> None:
         raise EmulatorError(f"kernel {self.name}: {why}")

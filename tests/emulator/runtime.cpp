@@ -179,10 +179,10 @@ struct Launch {
   const Kernel* kernel;
   u32 grid[3], block[3], shared_bytes, static_bytes;
   u64 seed;
-  u32 cooperative, checked;
+  u32 cooperative, checked, dependent;
 };
 
-struct Buffer { void* data; size_t bytes; const char* name; u32 constant, output; };
+struct Buffer { void* data; size_t bytes; const char* name; u32 constant, output, fresh; };
 
 static Launch launch_;
 static void** arguments;
@@ -309,6 +309,7 @@ struct Region {
   Block* block;    // of shared memory
   const char* name;
   u32 constant, output;
+  u32 fresh;  // written by a launch that a dependent one does not wait for by itself
 };
 static std::vector<Region> regions;
 static size_t last_region;
@@ -446,6 +447,8 @@ static void check(const void* address, size_t n, Access access, u32 where) {
   if (a == Address(&current) || a - Address(current) < sizeof(ThreadView) || a - Address(t.block) < sizeof(BlockView)) return;
   Region& r = find(a, n, access, where);
   if (r.space == MODULE) return;
+  if (launch_.dependent && !t.waited && r.space == GLOBAL && (access != READ || r.fresh))
+    fail("%s %s at @%x@ before grid_dependency_wait(), in a dependent launch", verb(access), (const char*)place(r, a), where);
   if (r.constant) {
     if (access != READ) fail("%s %s at @%x@, which the kernel declares const", verb(access), (const char*)place(r, a), where);
     return;
@@ -539,6 +542,7 @@ static void leave() {
   Thread& t = me();
   Block& b = *t.home;
   Warp& w = *t.warp;
+  if (launch_.dependent && !t.waited) fail("leaves without grid_dependency_wait(), in a dependent launch");
   if (launch_.checked && !t.copies.empty()) fail("leaves with the asynchronous copy issued at @%x@ not waited for", t.copies[0].where);
   for (u32 m = w.waiting; m; m &= m - 1) {
     const Thread& other = *w.lanes[__builtin_ctz(m)];
@@ -958,6 +962,7 @@ static void prepare(Block& b, u32 linear, size_t first_stack) {
     t.state = READY;
     t.copies.clear();
     t.groups = 0;
+    t.waited = false;
     if (launch_.checked) {
       t.knows = b.clocks.data() + size_t(i) * b.count;
       tick(t);
@@ -1066,8 +1071,9 @@ static void add_buffers(const Buffer* buffers, int count) {
       if (r.constant && !b.constant) r.name = b.name;
       r.constant &= b.constant;
       r.output &= b.output;
+      r.fresh |= b.fresh;
     } else {
-      regions.push_back({low, high, low & ~Address(3), GLOBAL, nullptr, nullptr, b.name, b.constant, b.output});
+      regions.push_back({low, high, low & ~Address(3), GLOBAL, nullptr, nullptr, b.name, b.constant, b.output, b.fresh});
     }
   }
   for (size_t i = first; i < regions.size(); i++) {
