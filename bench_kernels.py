@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from tqdm import tqdm
 
+import config
 import ops
 from config import UserError
 from reference import Int4Weight
@@ -27,6 +28,11 @@ REPLAYS = 9
 COLD_BYTES = 400 << 20  # all sets together, if LAUNCHES allow
 CHECK_ROWS = 8  # rows of a batch that are also computed alone
 HIDDEN, WIDTH, EXPERTS, TOP_K = 7168, 256, 384, 8
+HEADS, NOPE, ROPE, LATENT, VALUE = 8, 128, 64, 512, 128
+YARN = config.Rope(
+    theta=50000.0, type="deepseek_yarn", factor=64.0, original_max_position_embeddings=4096,
+    beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
+)  # fmt: skip
 # Norm ratio to fp32 kernels on equal values: fp32 sums; one rounded hidden value (test_gemm.py).
 EXACT, ROUNDED = 32 * 2.0**-24, 2.0**-8
 
@@ -88,6 +94,32 @@ def mlp_case(name: str, width: int, goals: dict) -> Case:
     )  # fmt: skip
 
 
+def absorb_case(query: bool, goals: dict) -> Case:
+    """kv_b's keys in front of attention, with the rotation, or its values behind it."""
+    width = NOPE + ROPE if query else LATENT
+
+    def prepare(kernels, kv_b):
+        halves = kernels.prepare_heads(kv_b, HEADS, NOPE, VALUE)
+        at = kernels.launcher.upload(np.full(4096, 977, np.int32))
+        return halves, kernels.rope_table(YARN, ROPE, 1024), at
+
+    def run(kernels, prepared, x):
+        (key, value), table, at = prepared
+        x = x.reshape(len(x), HEADS, width)
+        if query:
+            return kernels.latent_query(x, key, *table, at[: len(x)])
+        return kernels.absorb_v(x, value)
+
+    outputs = LATENT + ROPE if query else VALUE
+    return Case(
+        "absorb-q" if query else "absorb-v", HEADS * width,
+        draw=lambda kernels, seed: matrix(kernels, seed, HEADS * (NOPE + VALUE), LATENT),
+        prepare=prepare, run=run,
+        traffic=lambda rows, ids: 2 * HEADS * (NOPE * LATENT + rows * (width + outputs)),
+        goals=goals, bound=ROUNDED,
+    )  # fmt: skip
+
+
 def router_case(goals: dict) -> Case:
     def draw(kernels, seed: int):
         bias = kernels.launcher.empty((1, EXPERTS), np.float32)
@@ -133,6 +165,8 @@ CASES = (
     experts_case({1: 12, 2: 18, 4: 30, 8: 51, 16: 86, 32: 141, 64: 215, 128: 270}),
     linear_case("q_a + kv_a", 2112, HIDDEN, 1, {1: 8.3, 16: 9, 64: 11}),
     linear_case("q_b", 1536, 1536, 1, {1: 2.5, 16: 2.5, 64: 4}),
+    absorb_case(True, {1: 3, 16: 3, 64: 5}),
+    absorb_case(False, {1: 3, 16: 3, 64: 5}),
     linear_case("o_proj", HIDDEN, 1024, 8, {1: 4.4, 16: 4.8, 64: 6.5}),
     mlp_case("shared expert", WIDTH, {1: 6.0, 16: 6.6, 64: 10.5}),
     router_case({1: 5.2, 16: 5.6, 64: 8}),

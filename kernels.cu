@@ -997,47 +997,69 @@ KERNEL block_fold(const float2* parts,  // [B * n, H, spans]
 // ==== route ====
 
 // Sigmoid router: the bias chooses, the unbiased scores weigh (R4). Ties go to the lower id, NaN counts
-// as -inf. Chosen weights are added in ascending id. One block a row; after the scores its first warp
-// takes the best expert top_k times. Shared: E words, then 2 * top_k.
-KERNEL route(const float* logits,  // [T, E]
+// as -inf. Chosen weights are added in ascending id. One block a row: all warps make the scores, the
+// first one takes the best expert top_k times, -DPER_LANE of them in a lane's registers. A logit is the
+// sum of `shares` numbers (a power of two, at most 8), joined pairwise.
+// Shared: 2 E words, then 2 * top_k.
+KERNEL route(const float* logits,  // [shares, T, E]
              const float* bias,    // [E]
              int* ids,             // [T, top_k] ascending
              float* weights,       // [T, top_k]
-             int E, int top_k, int normalise, float scaling) {
-  extern __shared__ __align__(16) u32 keys[];  // [E], ordered as the choices; 0 once taken
-  int* chosen = (int*)(keys + E);              // [top_k], best first
-  float* scores = (float*)(chosen + top_k);    // [top_k], by ascending id
+             int T, int E, int shares, int top_k, int normalise, float scaling) {
+  extern __shared__ __align__(16) u32 keys[];  // [E], ordered as the choices, above 0
+  float* scores = (float*)(keys + E);          // [E]
+  int* chosen = (int*)(scores + E);            // [top_k], best first
+  float* weighed = (float*)(chosen + top_k);   // [top_k], by ascending id
+  grid_dependency_launch();
+  grid_dependency_wait();  // for the logits; another step may still read ids and weights
   logits += (i64)blockIdx.x * E;
-  auto score = [&](int e) { return __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-logits[e]))); };
   for (int e = threadIdx.x; e < E; e += THREADS) {
-    const float value = __fadd_rn(__fadd_rn(score(e), bias[e]), 0.0f);  // -0 becomes 0
+    float part[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      if (i < shares) part[i] = logits[(i64)i * T * E + e];
+    const float own = bias[e];
+#pragma unroll
+    for (int d = 1; d < 8; d <<= 1)
+      if (d < shares)
+#pragma unroll
+        for (int i = 0; i < 8; i += 2 * d) part[i] = __fadd_rn(part[i], part[i + d]);
+    const float score = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-part[0])));
+    const float value = __fadd_rn(__fadd_rn(score, own), 0.0f);  // -0 becomes 0
     const u32 bits = __float_as_uint(value == value ? value : minus_infinity());
     keys[e] = bits >> 31 ? ~bits : bits | 0x80000000u;
+    scores[e] = score;
   }
   __syncthreads();  // all keys are there before they are compared
   if (threadIdx.x >= 32) return;
   const int lane = threadIdx.x;
+  u32 left[PER_LANE];  // of experts lane, lane + 32, ...; 0 once taken
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) left[i] = i * 32 + lane < E ? keys[i * 32 + lane] : 0;
   for (int k = 0; k < top_k; k++) {
-    u32 best = 0, id = E;
-#pragma unroll 4
-    for (int e = lane; e < E; e += 32)
-      if (keys[e] > best) best = keys[e], id = e;
+    u32 best = left[0], id = lane;
+#pragma unroll
+    for (int i = 1; i < PER_LANE; i++)
+      if (left[i] > best) best = left[i], id = i * 32 + lane;
     const u32 most = __reduce_max_sync(ALL, best);
     id = __reduce_min_sync(ALL, best == most ? id : (u32)E);
-    if (lane == id % 32) keys[id] = 0, chosen[k] = id;  // a lane reads and writes keys of its own
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++)
+      if (id == i * 32 + lane) left[i] = 0;
+    if (lane == 0) chosen[k] = id;
   }
   __syncwarp();  // all ids are there
   for (int k = lane; k < top_k; k += 32) {
     int slot = 0;
     for (int j = 0; j < top_k; j++) slot += chosen[j] < chosen[k];
     ids[(i64)blockIdx.x * top_k + slot] = chosen[k];
-    scores[slot] = score(chosen[k]);
+    weighed[slot] = scores[chosen[k]];
   }
   __syncwarp();  // all scores are there
   float total = 0.0f;
-  for (int k = 0; k < top_k; k++) total = __fadd_rn(total, scores[k]);
+  for (int k = 0; k < top_k; k++) total = __fadd_rn(total, weighed[k]);
   for (int k = lane; k < top_k; k += 32) {
-    const float weight = normalise ? __fdiv_rn(scores[k], __fadd_rn(total, 1e-20f)) : scores[k];
+    const float weight = normalise ? __fdiv_rn(weighed[k], __fadd_rn(total, 1e-20f)) : weighed[k];
     weights[(i64)blockIdx.x * top_k + k] = __fmul_rn(weight, scaling);
   }
 }

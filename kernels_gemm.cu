@@ -93,6 +93,28 @@ KERNEL pack_int4(const u32* a,          // [E, rows, K / 8], the published packi
   out[i] = code;
 }
 
+// The weights of heads for absorb_mma, cut out of kv_b: output o and column k of head h lie at
+// h * head + first + o * across + k * down. Outputs 16 i + 2 g are rows g of tile i and their right
+// neighbours rows 8 + g: a lane of the product then holds pairs. grid ceil(n / THREADS); a thread makes
+// one lane's 16 bytes of one mma.
+KERNEL pack_heads(const bf16* kv_b,
+                  uint4* out,  // [H, tiles, K / 32, 2, 32]; outputs past the last are zero
+                  int outputs, int K, int head, int first, int across, int down, i64 n) {
+  const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
+  if (i >= n) return;
+  const int lane = i % 32, half = i / 32 % 2, tiles = (outputs + 15) / 16, steps = K / 32;
+  const i64 rest = i / 64;
+  const int column = rest % steps * 32 + lane % 4 * 8 + half * 4;
+  const int low = rest / steps % tiles * 16 + lane / 4 * 2;
+  const bf16* from = kv_b + rest / steps / tiles * head + first;
+  auto two = [&](int o, int k) {  // columns k, k + 1
+    if (o >= outputs) return 0u;
+    const bf16* at = from + (i64)o * across + (i64)k * down;
+    return (u32)at[0].bits | (u32)at[down].bits << 16;
+  };
+  out[i] = uint4{two(low, column), two(low + 1, column), two(low, column + 2), two(low + 1, column + 2)};
+}
+
 // ==== linear_mma ====
 
 // Sums over K in `parts` equal parts (a power of two), joined pairwise; a part adds its steps
@@ -110,7 +132,7 @@ struct Shape {
 
 // Calls finish(tile, n, v) for every tile of outputs and every eight rows of x: v.x, v.y are output
 // 16 tile + g of rows 8n + 2t and 8n + 2t + 1, v.z, v.w those of output 16 tile + 8 + g.
-// Shared: rings, then [WARPS, MW, NT, 32] float4 sums, then as many for each level of waiting parts,
+// Shared: rings of STAGES places (one, where a warp takes one chunk), then [WARPS, MW, NT, 32] float4 sums, then as many for each level of waiting parts,
 // then barriers.
 template <int NT, int MW, int AHEAD, class Finish>
 DEVICE void products(const bf16* x, const unsigned char* weight, int T, const Shape& s,
@@ -123,12 +145,15 @@ DEVICE void products(const bf16* x, const unsigned char* weight, int T, const Sh
   const int own = s.parts / split, steps = own * s.part_steps, chunks = steps / s.chunk;
   const int part_chunks = s.part_steps / s.chunk, units = columns * MW * NT;
   const int bytes = s.chunk * STEP, items = (s.blocks + columns - 1) / columns;
-  float4* sums = (float4*)(memory + WARPS * STAGES * bytes);
+  // One item a block: all blocks run at once, and the next kernel's weights may come meanwhile.
+  const bool single = items <= (int)gridDim.x;
+  const int places = single && chunks == 1 ? 1 : STAGES;
+  float4* sums = (float4*)(memory + WARPS * places * bytes);
   float4* waiting = sums + WARPS * MW * NT * 32 + warp * MW * NT * 32;
   int levels = 0;
   while ((1 << levels) < own) levels++;
   u64* barriers = (u64*)(sums + (levels + 1) * WARPS * MW * NT * 32);
-  Ring<STAGES> ring(memory + warp * STAGES * bytes, barriers + warp * STAGES, bytes);
+  Ring<STAGES> ring(memory + warp * places * bytes, barriers + warp * STAGES, bytes);
 
   int put_item = blockIdx.x, put_chunk = 0;
   const unsigned char* from;
@@ -144,9 +169,8 @@ DEVICE void products(const bf16* x, const unsigned char* weight, int T, const Sh
   locate();
 #pragma unroll
   for (int i = 0; i < STAGES; i++) ring.start(i, from, there()), advance();
-  // One item a block: all blocks run at once, and the next kernel's weights may come meanwhile.
-  const bool single = items <= (int)gridDim.x && gridDim.y == 1;
-  if (single) grid_dependency_launch();
+  const bool early = single && gridDim.y == 1;
+  if (early) grid_dependency_launch();
   grid_dependency_wait();  // weights are always there; x comes from the kernel in front
 
   const int row = g * s.stride + (s.first + share * steps) * 32 + t * 8;  // of 64 rows: an int does
@@ -167,6 +191,7 @@ DEVICE void products(const bf16* x, const unsigned char* weight, int T, const Sh
 #pragma unroll 1
       for (int c = 0; c < chunks; c++) {
         const uint4* w = (const uint4*)ring.get() + lane;
+        const bool again = chunks > 1 && (c + 1 < chunks || item + gridDim.x < items);
 #pragma unroll
         for (int k = 0; k < AHEAD; k++) {
           if (k >= s.chunk) break;
@@ -185,7 +210,7 @@ DEVICE void products(const bf16* x, const unsigned char* weight, int T, const Sh
                 if (half == 0) mma_bf16(sum[m][n], a[m], b[k][n].x, b[k][n].y);
                 else mma_bf16(sum[m][n], a[m], b[k][n].z, b[k][n].w);
           }
-          load(k, c + 1 == chunks ? 0 : c + 1);  // the same step of the next chunk
+          if (again) load(k, c + 1 == chunks ? 0 : c + 1);  // the same step of the next chunk
         }
         ring.replace(from, there());
         advance();
@@ -211,7 +236,7 @@ DEVICE void products(const bf16* x, const unsigned char* weight, int T, const Sh
           }
       }
     }
-    if (!single && item + gridDim.x >= items) grid_dependency_launch();  // late: blocks would pile up
+    if (!early && item + gridDim.x >= items) grid_dependency_launch();  // late: blocks would pile up
 #pragma unroll
     for (int m = 0; m < MW; m++)
 #pragma unroll
@@ -239,12 +264,13 @@ DEVICE void products(const bf16* x, const unsigned char* weight, int T, const Sh
   }
 }
 
-// y[t, o] = sum over k of x[t, k] w[o, k], bf16 if rounded. grid (blocks shared out, ceil(T / (8 NT))),
-// block THREADS.
+// y[z][t, o] = sum over the z-th of gridDim.z shares of K of x[t, k] w[o, k], bf16 if rounded; s.parts
+// are those of a share. grid (blocks shared out, ceil(T / (8 NT)), shares), block THREADS.
 template <int NT, int MW, int AHEAD>
 DEVICE void linear_mma(const bf16* x, const unsigned char* weight, void* y, int rounded, int y_stride,
-                       int T, int out, const Shape& s) {
+                       int apart, int T, int out, const Shape& s) {
   const int first = blockIdx.y * NT * 8, rows = min(T - first, NT * 8), lane = threadIdx.x & 31;
+  const i64 begin = (i64)first * y_stride + (i64)blockIdx.z * apart;
   auto put = [&](i64 at, float value) {
     if (rounded) store((bf16*)y + at, value);
     else ((float*)y)[at] = value;
@@ -255,7 +281,7 @@ DEVICE void linear_mma(const bf16* x, const unsigned char* weight, void* y, int 
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       if (t + i >= rows) continue;
-      const i64 at = (i64)(first + t + i) * y_stride + o;
+      const i64 at = begin + (i64)(t + i) * y_stride + o;
       if (o < out) put(at, low[i]);
       if (o + 8 < out) put(at + 8, high[i]);
     }
@@ -283,17 +309,18 @@ DEVICE void gate_up_mma(const bf16* x, const unsigned char* weight, bf16* h, int
 #define LINEAR(NT, MW)                                                                             \
   extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_##NT##_##MW)                      \
   linear_mma_##NT##_##MW(const bf16* x, const unsigned char* weight,                               \
-                         void* y /* [T, y_stride] */, int rounded, int y_stride, int T, int out,   \
-                         int stride, int blocks, int steps, int first, int parts, int part_steps,  \
-                         int chunk) {                                                              \
+                         void* y /* [T, y_stride], shares `apart` */, int rounded, int y_stride,   \
+                         int apart, int T, int out, int stride, int blocks, int steps, int parts,  \
+                         int part_steps, int chunk) {                                              \
+    const int first = blockIdx.z * parts * part_steps;                                             \
     const Shape s = {stride, blocks, steps, first, parts, part_steps, chunk};                      \
-    linear_mma<NT, MW, AHEAD_##NT##_##MW>(x, weight, y, rounded, y_stride, T, out, s);             \
+    linear_mma<NT, MW, AHEAD_##NT##_##MW>(x, weight, y, rounded, y_stride, apart, T, out, s);      \
   }
 #define GATE_UP(NT)                                                                                \
   extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_##NT##_1) gate_up_mma_##NT##_1(   \
       const bf16* x, const unsigned char* weight, bf16* h /* [T, width] */, int T, int width,      \
-      int stride, int blocks, int steps, int first, int parts, int part_steps, int chunk) {        \
-    const Shape s = {stride, blocks, steps, first, parts, part_steps, chunk};                      \
+      int stride, int blocks, int steps, int parts, int part_steps, int chunk) {                   \
+    const Shape s = {stride, blocks, steps, 0, parts, part_steps, chunk};                          \
     gate_up_mma<NT, AHEAD_##NT##_1>(x, weight, h, T, width, s);                                    \
   }
 LINEAR(1, 1)
@@ -308,6 +335,139 @@ GATE_UP(1)
 GATE_UP(2)
 GATE_UP(4)
 GATE_UP(8)
+
+// ==== absorb_mma ====
+
+// Products of each head of x with the head's own weight, rounded. K is -DPARTS equal parts of
+// -DPART_STEPS steps of 32 columns, joined pairwise; a part adds its steps ascending, in the order of
+// linear_mma. A block owns SLICE tiles of 16 outputs of one head, for EIGHTS * 8 rows: PARTS warps a
+// tile, whose weights they hold in registers before x is there.
+static_assert(PARTS <= WARPS && (PARTS & (PARTS - 1)) == 0, "one warp a part, joined pairwise");
+constexpr int EIGHTS = 2;
+constexpr int SLICE = WARPS / PARTS;
+
+DEVICE void store_pair(bf16* to, float low, float high) {  // at 4 aligned bytes
+  bf16 a, b;
+  store(&a, low);
+  store(&b, high);
+  *(u32*)to = (u32)a.bits | (u32)b.bits << 16;
+}
+
+// x and out begin with this head of the block's first row; `rows` are left from there.
+DEVICE void head_products(const bf16* x,        // [rows, stride], 4-byte aligned; 16 if stride % 8 == 0
+                          const uint4* weight,  // [tiles, PARTS * PART_STEPS, 2, 32], of pack_heads
+                          bf16* out,            // [rows, out_stride]
+                          int slice, int rows, int outputs, int stride, int out_stride) {
+  __shared__ float4 sums[WARPS][EIGHTS][32];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int part = warp % PARTS, tile = slice * SLICE + warp / PARTS;
+  const bool there = tile * 16 < outputs, whole = stride % 8 == 0;
+  weight += ((i64)tile * PARTS + part) * PART_STEPS * 64 + lane;
+  x += part * PART_STEPS * 32 + t * 8;
+  uint4 a[PART_STEPS][2] = {}, b[EIGHTS][PART_STEPS] = {};
+  if (there)
+#pragma unroll
+    for (int k = 0; k < PART_STEPS; k++) a[k][0] = weight[k * 64], a[k][1] = weight[k * 64 + 32];
+  grid_dependency_launch();
+  grid_dependency_wait();  // weights are always there; x comes from the kernel in front
+#pragma unroll
+  for (int n = 0; n < EIGHTS; n++)
+    if (there && n * 8 + g < rows)
+#pragma unroll
+      for (int k = 0; k < PART_STEPS; k++) {
+        const bf16* from = x + (i64)(n * 8 + g) * stride + k * 32;
+        const u32* words = (const u32*)from;
+        b[n][k] = whole ? *(const uint4*)from : uint4{words[0], words[1], words[2], words[3]};
+      }
+  float4 v[EIGHTS];
+#pragma unroll
+  for (int n = 0; n < EIGHTS; n++) {
+    float sum[4] = {};
+    if (n * 8 < rows)
+#pragma unroll
+      for (int k = 0; k < PART_STEPS; k++) {
+        const u32 first[4] = {a[k][0].x, a[k][0].y, a[k][0].z, a[k][0].w};
+        const u32 second[4] = {a[k][1].x, a[k][1].y, a[k][1].z, a[k][1].w};
+        mma_bf16(sum, first, b[n][k].x, b[n][k].y);
+        mma_bf16(sum, second, b[n][k].z, b[n][k].w);
+      }
+    v[n] = float4{sum[0], sum[1], sum[2], sum[3]};
+  }
+  auto finish = [&](int of, int n, float4 sum) {
+    const int o = of * 16 + 2 * g, row = n * 8 + 2 * t;
+    if (o >= outputs) return;
+    if (row < rows) store_pair(out + (i64)row * out_stride + o, sum.x, sum.z);
+    if (row + 1 < rows) store_pair(out + (i64)(row + 1) * out_stride + o, sum.y, sum.w);
+  };
+  if constexpr (PARTS == 1) {
+#pragma unroll
+    for (int n = 0; n < EIGHTS; n++) finish(tile, n, v[n]);
+    return;
+  }
+#pragma unroll
+  for (int n = 0; n < EIGHTS; n++) sums[warp][n][lane] = v[n];
+  __syncthreads();  // all parts of a sum are there before they are joined
+  for (int u = warp; u < SLICE * EIGHTS; u += WARPS) {
+    const int of = u % SLICE, n = u / SLICE;
+    float4 s[PARTS];
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) s[i] = sums[of * PARTS + i][n][lane];
+#pragma unroll
+    for (int d = 1; d < PARTS; d <<= 1)
+#pragma unroll
+      for (int i = 0; i < PARTS; i += 2 * d) {
+        s[i].x = __fadd_rn(s[i].x, s[i + d].x), s[i].y = __fadd_rn(s[i].y, s[i + d].y);
+        s[i].z = __fadd_rn(s[i].z, s[i + d].z), s[i].w = __fadd_rn(s[i].w, s[i + d].w);
+      }
+    finish(slice * SLICE + of, n, s[0]);
+  }
+}
+
+// Absorbed query: out[t, h] = (q_nope[t, h] . key[h], rotated q_rope[t, h]), rounded; the rotation is
+// latent_query's. grid (H * (slices + 1), ceil(T / (8 EIGHTS))), slices = ceil(latent / (16 SLICE)):
+// a head's last block rotates.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+latent_query_mma(const bf16* q,          // [T, H, nope + rope]
+                 const uint4* key,       // [H, tiles, ...] of pack_heads
+                 const float* cosines,   // [positions, rope / 2]
+                 const float* sines,     // likewise
+                 const int* positions,   // [T]
+                 bf16* out,              // [T, H, latent + rope]
+                 int T, int H, int nope, int latent, int rope, int slices) {
+  const int head = blockIdx.x / (slices + 1), slice = blockIdx.x % (slices + 1), half = rope / 2;
+  const int first = blockIdx.y * EIGHTS * 8, rows = min(T - first, EIGHTS * 8);
+  const int q_width = nope + rope, out_width = latent + rope;
+  q += ((i64)first * H + head) * q_width;
+  out += ((i64)first * H + head) * out_width;
+  if (slice < slices) {
+    key += (i64)head * ((latent + 15) / 16) * (PARTS * PART_STEPS * 64);
+    head_products(q, key, out, slice, rows, latent, H * q_width, H * out_width);
+    return;
+  }
+  grid_dependency_launch();
+  grid_dependency_wait();  // for q and the positions
+  for (int i = threadIdx.x; i < rows * half; i += THREADS) {
+    const int row = i / half, pair = i % half;
+    const bf16* from = q + (i64)row * H * q_width + nope + 2 * pair;
+    bf16* to = out + (i64)row * H * out_width + latent + pair;
+    const i64 angle = (i64)positions[first + row] * half + pair;
+    rotate(to_float(from[0]), to_float(from[1]), cosines[angle], sines[angle], to, to + half);
+  }
+}
+
+// out[t, h, j] = sum over l of o[t, h, l] * value[h, j, l], rounded.
+// grid (H * slices, ceil(T / (8 EIGHTS))), slices = ceil(v / (16 SLICE)).
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+absorb_v_mma(const bf16* o,       // [T, H, latent]
+             const uint4* value,  // [H, tiles, ...] of pack_heads
+             bf16* out,           // [T, H, v]
+             int T, int H, int v, int latent, int slices) {
+  const int head = blockIdx.x / slices, slice = blockIdx.x % slices;
+  const int first = blockIdx.y * EIGHTS * 8, rows = min(T - first, EIGHTS * 8);
+  value += (i64)head * ((v + 15) / 16) * (PARTS * PART_STEPS * 64);
+  head_products(o + ((i64)first * H + head) * latent, value, out + ((i64)first * H + head) * v, slice,
+                rows, v, H * latent, H * v);
+}
 
 // ==== experts_mma ====
 

@@ -129,7 +129,7 @@ SHARED_BYTES: dict[str, Callable[..., int]] = {
     "latent_query": lambda nope: 4 * ROWS * nope,
     "latent_spans": attention_shared_bytes,
     "block_spans": attention_shared_bytes,
-    "route": lambda experts, top_k: 4 * experts + 8 * top_k,
+    "route": lambda experts, top_k: 8 * experts + 8 * top_k,
     "sort_pairs": lambda: 8 * THREADS,
     "top_log_probs": lambda k: 8 * k,
     "penalise_paths": lambda depth: 4 * max(depth, 1),
@@ -595,9 +595,13 @@ class Walks:
 STEP = 32  # columns of K that two mma take
 MIN_PART = 128  # columns of K in one part, if a leaf is cut at all
 PARTS = 8  # parts of a leaf at most
+ROUTER_PARTS = 32  # of the router, whose few outputs alone would keep few processors busy
+HEAD_STEPS = 8  # steps of one part that a warp of absorb_mma holds at most
+HEAD_ROWS = 16  # rows of a block of absorb_mma
 EXPERT_ROWS = 128  # rows of one launch over the experts
 DOWN_ROWS = (128, 64, 32, 16, 8)  # of one launch of expert_down_mma: the most that a block can hold
 MAX_PAIRS = 4096  # (row, expert) pairs of one launch: struct Work has 12 bits for them
+PIECE = 4  # steps of a piece of weight, if a warp has several
 STAGES = 2  # pieces of weight that a warp has in flight: three were no faster
 
 
@@ -616,23 +620,23 @@ class Tile:
 
 
 TILES = (
-    Tile(1, 1, ahead=4, resident=2),
-    Tile(2, 1, ahead=4, resident=1),
-    Tile(4, 1, ahead=4, resident=1),
-    Tile(8, 1, ahead=1, resident=1),
-    Tile(1, 2, ahead=4, resident=1),
-    Tile(2, 2, ahead=4, resident=1),
+    Tile(1, 1, ahead=8, resident=2),
+    Tile(2, 1, ahead=8, resident=1),
+    Tile(4, 1, ahead=8, resident=1),
+    Tile(8, 1, ahead=2, resident=1),
+    Tile(1, 2, ahead=4, resident=2),
+    Tile(2, 2, ahead=4, resident=2),
     Tile(4, 2, ahead=4, resident=1),
-    Tile(8, 2, ahead=1, resident=1),
+    Tile(8, 2, ahead=2, resident=1),
 )
 ROOMY = 160_000  # shared bytes of a block from which on more is kept in flight
 WIDE_TILES = 384  # from so many tiles of 16 outputs (over warps that share K) on: wide = 2
 
 
-def parts_of(columns: int) -> int:
+def parts_of(columns: int, most: int = PARTS) -> int:
     """Equal parts in which tensor cores add a leaf of K (reference.py's table): a power of two,
     whole steps, so wide that a warp's work is worth it. It depends on the leaf alone (R2)."""
-    parts = config.leaves(columns // STEP, PARTS)
+    parts = config.leaves(columns // STEP, most)
     while parts > 1 and columns // parts < MIN_PART:
         parts //= 2
     return parts
@@ -651,10 +655,10 @@ LINEAR_DEFINES: Defines = (
 )  # fmt: skip
 
 
-def linear_shared_bytes(tile: Tile, piece: int, own: int) -> int:
-    """Of the dense kernels; own: parts of K that one warp joins."""
+def linear_shared_bytes(tile: Tile, piece: int, own: int, places: int = STAGES) -> int:
+    """Of the dense kernels; own: parts of K that one warp joins, places: pieces in its ring."""
     sums = WARPS * tile.wide * tile.eights * 512
-    rings = WARPS * STAGES * (piece * tile.wide * 1024 + 8)
+    rings = WARPS * (places * piece * tile.wide * 1024 + STAGES * 8)
     return rings + sums * (1 + (own - 1).bit_length())
 
 
@@ -686,6 +690,26 @@ class TensorMatrix:
     @property
     def blocks(self) -> int:
         return self.data.size // (self.in_features * 2 * 16 * self.wide)
+
+
+@dataclass(frozen=True)
+class TensorHeads:
+    """One half of kv_b in the order of pack_heads: `outputs` sums over `columns` a head."""
+
+    data: object
+    heads: int
+    outputs: int
+    columns: int
+
+    @property
+    def defines(self) -> Defines:
+        parts = parts_of(self.columns)
+        return (("PARTS", parts), ("PART_STEPS", self.columns // STEP // parts))
+
+    @property
+    def slices(self) -> int:
+        """Blocks that share the outputs of a head."""
+        return _ceil(self.outputs, 16 * WARPS // parts_of(self.columns))
 
 
 @dataclass(frozen=True)
@@ -770,6 +794,28 @@ class TensorCoreKernels:
         self.launcher.synchronize()  # a dependent launch reads weights without waiting for this
         return TensorMatrix(data, outputs, k, leaves, row_cut, wide)
 
+    def _pack_heads(self, kv_b, heads: int, nope: int, v: int, latent: int):
+        """kv_b bfloat16 [H, nope + v, latent] -> its keys and values as TensorHeads; None where the
+        shape does not allow it."""
+        steps = (columns // STEP // parts_of(columns) for columns in (nope, latent))
+        if kv_b.dtype != BFLOAT16 or nope % STEP or latent % STEP or v % 2:
+            return None
+        if max(steps) > HEAD_STEPS:
+            return None
+
+        def pack(outputs, columns, first, across, down):
+            data = self.empty((heads, _ceil(outputs, 16) * 16 * columns * 2), UINT8)
+            n = data.size // 16
+            self._launch(
+                "pack", "pack_heads", (_ceil(n, THREADS),), kv_b, data, outputs, columns,
+                (nope + v) * latent, first, across, down, np.int64(n),
+            )  # fmt: skip
+            return TensorHeads(data, heads, outputs, columns)
+
+        pair = pack(latent, nope, 0, 1, latent), pack(v, latent, nope * latent, latent, 1)
+        self.launcher.synchronize()  # as above
+        return pair
+
     def _pack_experts(self, gate: Int4Weight, up: Int4Weight, down: Int4Weight, leaves: int):
         """TensorExperts, or None where the shape does not allow it."""
         weights, n = (gate, up, down), len(gate.packed)
@@ -799,42 +845,48 @@ class TensorCoreKernels:
             both, one, n, width, hidden, leaves, up_groups, down_groups,
         )  # fmt: skip
 
-    def _tile(self, rows: int, weight: TensorMatrix, parts: int) -> tuple[Tile, int, int]:
-        """The variant for so many rows: (tile, piece, shared bytes); fewer rows a block where the
-        block has too little memory."""
-        part_steps = weight.in_features // STEP // weight.leaves // weight.parts
+    def _tile(self, rows: int, weight: TensorMatrix, parts: int, part_steps: int, shares: int):
+        """The variant for so many rows: (tile, piece, shared bytes, blocks); fewer rows a block
+        where the block has too little memory. parts, part_steps: of one of `shares` of K.
+
+        Where all blocks run at once and a warp has one part, that is one piece: all of the weight
+        is then on its way before x is there.
+        """
         own, limits = max(1, parts // WARPS), self.launcher.limits
-        most = limits.shared_bytes
-        alone = _ceil(weight.blocks, WARPS // min(parts, WARPS)) <= limits.processors
+        most, items = limits.shared_bytes, _ceil(weight.blocks, WARPS // min(parts, WARPS))
         variants = [t for t in TILES if t.wide == weight.wide]
         enough = next((t.eights for t in variants if 8 * t.eights >= rows), variants[-1].eights)
-        for tile in reversed(variants):
-            piece = _piece(part_steps, tile.ahead)
-            need = linear_shared_bytes(tile, piece, own)
-            if alone:  # blocks of this launch and of the next find one place each, no second
-                need = max(need, most // 3 + 512)
-            if tile.eights <= enough and need <= most:
+        fit = [t for t in reversed(variants) if t.eights <= enough]
+        for tile, whole in ((t, w) for t in fit for w in (True, False)):
+            if whole and (own > 1 or part_steps > tile.ahead):
+                continue
+            piece = part_steps if whole else _piece(part_steps, min(PIECE, tile.ahead))
+            need = linear_shared_bytes(tile, piece, own, 1 if whole else STAGES)
+            if items * shares <= limits.processors:
+                need = max(need, most // 3 + 512)  # blocks of this launch and of the next find one
+                # place each, no second
+            at_once = min(tile.resident, most // need) * limits.processors
+            if at_once and not (whole and at_once < items * shares):
                 break
-        return tile, piece, need
+        return tile, piece, need, min(items, max(1, at_once))
 
-    def _mma(self, kernel: str, x, weight: TensorMatrix, out, columns: tuple, leaf=None) -> None:
-        """x times a packed weight into `out`; with `leaf`, only that leaf's columns of K.
+    def _mma(
+        self, kernel: str, x, weight: TensorMatrix, out, columns: tuple, shares=1, parts=None
+    ) -> None:
+        """x times a packed weight into `out`; the sums of equal shares of K are not joined.
 
         columns  the kernel's arguments around T
+        parts    of K, all shares together
         """
-        parts = weight.parts * (weight.leaves if leaf is None else 1)
+        parts = (parts or weight.parts * weight.leaves) // shares
         steps = weight.in_features // STEP
-        part_steps = steps // weight.leaves // weight.parts
-        tile, piece, shared = self._tile(len(x), weight, parts)
-        items = _ceil(weight.blocks, WARPS // min(parts, WARPS))
-        processors = self.launcher.limits.processors
-        resident = max(1, min(tile.resident, self.launcher.limits.shared_bytes // shared))
-        grid = (min(items, resident * processors), _ceil(len(x), 8 * tile.eights))
+        part_steps = steps // shares // parts
+        tile, piece, shared, blocks = self._tile(len(x), weight, parts, part_steps, shares)
         before, after = columns
         self._launch(
-            "linear_mma", f"{kernel}_{tile.eights}_{tile.wide}", grid, x, weight.data, out,
-            *before, len(x), *after, weight.in_features, weight.blocks, steps,
-            (leaf or 0) * part_steps * weight.parts, parts, part_steps, piece,
+            "linear_mma", f"{kernel}_{tile.eights}_{tile.wide}",
+            (blocks, _ceil(len(x), 8 * tile.eights), shares), x, weight.data, out, *before, len(x),
+            *after, weight.in_features, weight.blocks, steps, parts, part_steps, piece,
             shared_bytes=shared, defines=LINEAR_DEFINES, dependent=True,
         )  # fmt: skip
 
@@ -844,6 +896,30 @@ class TensorCoreKernels:
         h = self.empty((len(x), width), self.act)
         self._mma("gate_up_mma", x, weight.gate_up, h, ((), (width,)))
         return h
+
+    def _mma_query(self, q, key: TensorHeads, cos, sin, positions):
+        """`latent_query` with packed heads, after its checks."""
+        n, heads, width = q.shape
+        rope = width - key.columns
+        out = self.empty((n, heads, key.outputs + rope), self.act)
+        grid = (heads * (key.slices + 1), _ceil(n, HEAD_ROWS))
+        self._launch(
+            "absorb_mma", "latent_query_mma", grid, q, key.data, cos, sin, positions, out, n, heads,
+            key.columns, key.outputs, rope, key.slices, defines=key.defines, dependent=True,
+        )  # fmt: skip
+        return out
+
+    def _mma_value(self, o, value: TensorHeads):
+        """`absorb_v` with packed heads."""
+        heads = value.heads
+        o = self._take("absorb_v", "o", o, self.act, None, heads, value.columns, aligned=True)
+        out = self.empty((len(o), heads, value.outputs), self.act)
+        self._launch(
+            "absorb_mma", "absorb_v_mma", (heads * value.slices, _ceil(len(o), HEAD_ROWS)), o,
+            value.data, out, len(o), heads, value.outputs, value.columns, value.slices,
+            defines=value.defines, dependent=True,
+        )  # fmt: skip
+        return out
 
     def _mma_experts(self, x, ids, weights, experts: TensorExperts, shared):
         """`moe` with packed experts, before ranks join."""
@@ -1226,12 +1302,18 @@ class CudaOps(TensorCoreKernels):
             return LatentInputs(self.prepare(both), None, None, *rows)
         return LatentInputs(None, self.prepare(q_a), self.prepare(kv_a), *rows)
 
-    def prepare_heads(self, kv_b, n_heads: int, nope: int, v: int) -> tuple[Heads, Heads]:
-        """kv_b [H * (nope + v), latent], dense, for latent_query and absorb_v."""
+    def prepare_heads(self, kv_b, n_heads: int, nope: int, v: int):
+        """kv_b [H * (nope + v), latent], dense -> what latent_query and absorb_v take: Heads or
+        TensorHeads."""
         matrix = self._matrix(kv_b)
         if matrix.group != 1:
             raise UserError("prepare_heads: expected a dense kv_b_proj, got INT4")
-        heads = Heads(matrix.data, n_heads, nope, v, matrix.in_features)
+        latent = matrix.in_features
+        if self.tensor_linear:
+            packed = self._pack_heads(matrix.data, n_heads, nope, v, latent)
+            if packed is not None:
+                return packed
+        heads = Heads(matrix.data, n_heads, nope, v, latent)
         return heads, heads
 
     # -- dense
@@ -1307,7 +1389,7 @@ class CudaOps(TensorCoreKernels):
         x = self._take(op, "x", x, self.act, None, weight.in_features, aligned=aligned)
         y = self.empty((len(x), columns), self.act if rounded else FLOAT32)
         if packed:
-            self._mma("linear_mma", x, weight, y, ((int(rounded), columns), (columns,)))
+            self._mma("linear_mma", x, weight, y, ((int(rounded), columns, 0), (columns,)))
             return y
         grid = (_ceil(columns, WARPS), _ceil(len(x), ROWS))
         self._launch(
@@ -1405,13 +1487,16 @@ class CudaOps(TensorCoreKernels):
         """int32 [sequences, pages] page numbers, on the device."""
         return self._take(op, "tables", self.index(tables), INT32, None, None)
 
-    def latent_query(self, q, key: Heads, cos, sin, positions):
+    def latent_query(self, q, key: Heads | TensorHeads, cos, sin, positions):
         """q [T, H, nope + rope] -> absorbed and rotated [T, H, latent + rope], rounded."""
-        rope = q.shape[2] - key.nope
-        q = self._take("latent_query", "q", q, self.act, None, key.heads, key.nope + rope)
+        packed = isinstance(key, TensorHeads)
+        nope, (n, _, width) = key.columns if packed else key.nope, q.shape
+        rope, whole = width - nope, packed and width % 8 == 0
+        q = self._take("latent_query", "q", q, self.act, None, key.heads, width, aligned=whole)
         self._take("latent_query", "cos", cos, FLOAT32, None, rope // 2)
-        n = len(q)
         positions = self._take("latent_query", "positions", self.index(positions), INT32, n)
+        if packed:
+            return self._mma_query(q, key, cos, sin, positions)
         out = self.empty((n, key.heads, key.latent + rope), self.act)
         self._launch(
             "absorb", "latent_query", (key.heads, _ceil(n, ROWS)), q, key.data, cos, sin, positions,
@@ -1469,8 +1554,10 @@ class CudaOps(TensorCoreKernels):
             self._take(op, "positions", self.index(positions), INT32, n),
         )
 
-    def absorb_v(self, o, value: Heads):
+    def absorb_v(self, o, value: Heads | TensorHeads):
         """o [T, H, latent] -> rounded [T, H, v]."""
+        if isinstance(value, TensorHeads):
+            return self._mma_value(o, value)
         o = self._take("absorb_v", "o", o, self.act, None, value.heads, value.latent)
         out = self.empty((len(o), value.heads, value.v), self.act)
         grid = (_ceil(value.heads * value.v, WARPS), _ceil(len(o), ROWS))
@@ -1511,13 +1598,22 @@ class CudaOps(TensorCoreKernels):
 
     def route(self, x, router: Matrix, bias, top_k: int, normalise: bool, scaling: float):
         """Sigmoid router -> ids int32 [T, top_k] ascending, weights fp32 [T, top_k]."""
-        logits = self.linear(x, router)
-        n, experts = logits.shape
+        n, experts, shares = len(x), router.out_features, 1
+        if isinstance(router, TensorMatrix):
+            x = self._take("route", "x", x, self.act, None, router.in_features, aligned=True)
+            parts = parts_of(router.in_features, ROUTER_PARTS)
+            shares = max(1, parts // WARPS)
+            logits = self.empty((shares, n, experts))
+            columns = ((0, experts, n * experts), (experts,))
+            self._mma("linear_mma", x, router, logits, columns, shares, parts)
+        else:
+            logits = self.linear(x, router)
         bias = self._take("route", "bias", bias, FLOAT32, experts)
         ids, weights = self.empty((n, top_k), INT32), self.empty((n, top_k))
         self._launch(
-            "route", "route", (n,), logits, bias, ids, weights, experts, top_k, int(normalise),
-            np.float32(scaling), shared_bytes=SHARED_BYTES["route"](experts, top_k),
+            "route", "route", (n,), logits, bias, ids, weights, n, experts, shares, top_k,
+            int(normalise), np.float32(scaling), defines=(("PER_LANE", _ceil(experts, 32)),),
+            shared_bytes=SHARED_BYTES["route"](experts, top_k), dependent=True,
         )  # fmt: skip
         return ids, weights
 
@@ -1582,10 +1678,8 @@ class CudaOps(TensorCoreKernels):
         h = self._dense_gate_up("moe", x, shared)
         y = self.empty((len(x), leaves, down.out_features))
         if isinstance(down, TensorMatrix):
-            for leaf in range(leaves):
-                of_leaf = y.reshape(-1)[leaf * down.out_features :]
-                columns = ((0, leaves * down.out_features), (down.out_features,))
-                self._mma("linear_mma", h, down, of_leaf, columns, leaf)
+            n = down.out_features
+            self._mma("linear_mma", h, down, y, ((0, leaves * n, n), (n,)), leaves)
             return y
         grid = (_ceil(down.out_features, WARPS), _ceil(len(x), ROWS))
         self._launch(

@@ -26,6 +26,7 @@ time, ascending, after cutting a leaf in equal parts that join pairwise:
 
     a leaf of w columns             the largest power of two up to 8 that leaves whole steps of 32
                                     columns and at least 128 in a part (7168: 8; 1536: 8; 256: 2)
+    router                          likewise, up to 32
     routed experts' down_proj       1: one warp adds a leaf of a whole expert
 
 Rounding map: the places where a value is cast to the activation type (a no-op for float32).

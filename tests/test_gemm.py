@@ -16,6 +16,7 @@ import ops
 import reference
 from loader import quantise_int4
 from tests.conftest import launcher
+from tests.op_cases import YARN
 
 BF16 = ml_dtypes.bfloat16
 ROUNDED = 2.0**-8
@@ -96,6 +97,55 @@ def test_ranks_add_along_the_same_tree(device: str, ranks: int) -> None:
 
         joined = reference.tree_sum(np.stack([of(r, ranks) for r in range(ranks)]))
         assert np.array_equal(bits(joined), bits(of(0, 1))), k
+
+
+def test_router_in_every_number_of_rows(device: str) -> None:
+    """R1 where the router's K is cut between blocks; its logits are joined by what chooses."""
+    kernels = kernels_on(device)
+    x, w = both(70, 2048)
+    router, bias = kernels.prepare(w), kernels.upload(np.zeros(70, np.float32))
+
+    def route(rows):
+        sent = kernels.launcher.upload(np.ascontiguousarray(x[rows]))
+        chosen = kernels.route(sent, router, bias, 6, False, 1.0)
+        return [kernels.download(a) for a in chosen]
+
+    alone = [np.concatenate(a) for a in zip(*(route([r]) for r in range(65)), strict=True)]
+    for rows in ROWS:
+        for have, want in zip(route(slice(rows)), alone, strict=True):
+            assert np.array_equal(bits(have), bits(want[:rows])), rows
+
+
+@pytest.mark.parametrize(
+    "heads, nope, rope, v, latent", [(2, 32, 6, 18, 64), (3, 128, 64, 128, 512)]
+)
+def test_heads_in_every_number_of_rows(device: str, heads, nope, rope, v, latent) -> None:
+    """R1 for the absorbed projections; all but ties round as the simple kernel's sums do."""
+    fast, simple = kernels_on(device), kernels_on(device, linear="simple")
+    rng = np.random.default_rng(1)
+    kv_b = draw(rng, heads * (nope + v), latent)
+    at = rng.integers(0, 64, 65).astype(np.int32)
+    inputs = [
+        rng.standard_normal((65, heads, n), dtype=np.float32).astype(BF16)
+        for n in (nope + rope, latent)
+    ]
+
+    def of(kernels):
+        key, value = kernels.prepare_heads(kv_b, heads, nope, v)
+        table, send = kernels.rope_table(YARN, rope, 64), kernels.launcher.upload
+        return (
+            lambda r: kernels.download(
+                kernels.latent_query(send(inputs[0][r]), key, *table, send(at[r]))
+            ),
+            lambda r: kernels.download(kernels.absorb_v(send(inputs[1][r]), value)),
+        )
+
+    for run, same, k in zip(of(fast), of(simple), (nope, latent), strict=True):
+        alone = np.concatenate([run(slice(r, r + 1)) for r in range(65)])
+        for rows in ROWS:
+            assert np.array_equal(bits(run(slice(rows))), bits(alone[:rows])), rows
+        # Sums differ by 32 u of the norm at most; that moves few values over a tie, by 2^-8.
+        assert error(alone, same(slice(65))) <= 2.0**-11, k
 
 
 def experts_case(rng, hidden, width, experts, top_k, shared, rows):
@@ -215,6 +265,12 @@ def test_no_thread_reads_what_is_not_there_yet(device: str) -> None:
         want = x.astype(np.float64) @ w.astype(np.float64).T
         assert error(kernels.linear(x, weight), want) <= 32 * 2.0**-24
     rng = np.random.default_rng(5)
+    key, value = kernels.prepare_heads(draw(rng, 2 * (32 + 18), 256), 2, 32, 18)
+    q, o, at = draw(rng, 9, 2, 32 + 6), draw(rng, 9, 2, 256), np.arange(9, dtype=np.int32)
+    assert np.isfinite(
+        kernels.download(kernels.latent_query(q, key, *kernels.rope_table(YARN, 6, 9), at))
+    ).all()
+    assert np.isfinite(kernels.download(kernels.absorb_v(o, value))).all()
     routed, beside, x, ids, weights = experts_case(rng, 64, 64, 8, 3, 64, 12)
     packed = [kernels.prepare_mlp(*m, 2) for m in (routed, beside)]
     for rows in (1, 12):

@@ -21,8 +21,11 @@ DRAFTER = ops.attention_defines(key=128, value=128, leaf=64, span=4)
 EXPERTS = ops.TensorExperts(
     None, None, experts=384, width=256, hidden=7168, leaves=1, up_groups=4, down_groups=4
 )
+HEADS = [ops.TensorHeads(None, 8, *sizes) for sizes in ((512, 128), (128, 512))]
 VARIANTS = {
     "experts_mma": [EXPERTS.defines],
+    "absorb_mma": [h.defines for h in HEADS],
+    "route": [(("PER_LANE", 12),)],
     "embed": [(("TABLE", t),) for t in ops.TYPES.values()],
     "absorb": [(("TABLE", t),) for t in ops.TYPES.values()],
     "rms_norm": [ops.norm_defines(width) for width in (7168, 1536)],
