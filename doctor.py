@@ -383,7 +383,8 @@ class Doctor:
         used = ""
         if free is not None:
             now = engine.ops.launcher.free_bytes()
-            forecast = sum(engine.forecast().values())
+            need = engine.forecast()
+            forecast = sum(need.values()) - need["loading"]  # that is given back
             used = f"; {(free - now) / GIB:.2f} GiB in use, {forecast / GIB:.2f} were forecast"
         engine.close()
         if any(r.error for r in runs.values()):

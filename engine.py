@@ -200,6 +200,8 @@ class Engine:
         self.drafter = draft_dims and Drafter(
             draft_dims, self.weights(self.draft_plan, progress), self.ops, self.model, **common
         )
+        if hasattr(self.ops, "trim"):
+            self.ops.trim()
         self.use(self.settings.draft.mode, self.settings.draft.budget)
         self.cache = LatentCache(
             self.ops,
@@ -224,7 +226,8 @@ class Engine:
         return load(plan, progress=progress, share=share)
 
     def forecast(self) -> dict[str, int]:
-        """Bytes that this rank needs on the device: weights, cache and scratch."""
+        """Bytes that this rank needs on the device: weights, cache, scratch, and what loading needs
+        for a time beyond these: a layer as it was read beside the same one packed, and the next."""
         decode, draft, ops = self.settings.decode, self.draft_dims, self.ops
         width = self.dims.kv_lora_rank + self.dims.qk_rope_head_dim
         entry = self.dims.num_hidden_layers * width
@@ -234,20 +237,23 @@ class Engine:
         nodes = decode.batch * self.settings.draft.budget
         rows, reach = max(decode.prefill_chunk, nodes), decode.context - 1
         plans = [self.plan, self.draft_plan] if self.draft_plan else [self.plan]
-        return {
+        need = {
             "weights": sum(plan.bytes for plan in plans),
             "cache": self.n_pages * decode.leaf * entry * ops.act.itemsize,
             "scratch": ops.scratch_bytes(self.dims, rows, nodes, reach, decode.leaf, decode.span),
         }
+        loading = 2 * max(self.plan.layer_bytes)
+        return need | {"loading": max(0, loading - need["cache"] - need["scratch"])}
 
     def check_memory(self) -> None:
-        """Raise UserError where weights, cache and scratch are known not to fit on the device."""
+        """Raise UserError where the forecast is known not to fit on the device."""
         need, launcher = self.forecast(), self.ops.launcher
         free = launcher.free_bytes()
         if sum(need.values()) > free:
             parts = ", ".join(f"{what} {n / 2**30:.2f} GiB" for what, n in need.items())
             lower = {
                 "weights": "use more ranks (tp.size)",
+                "loading": "use more ranks (tp.size)",
                 "cache": "lower decode.context, decode.batch or decode.pages",
                 "scratch": "lower decode.batch, decode.prefill_chunk or draft.budget",
             }[max(need, key=need.get)]

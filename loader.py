@@ -680,6 +680,11 @@ class Plan:
         """Bytes this rank will hold."""
         return sum(slot.bytes for slot in self.slots)
 
+    @property
+    def layer_bytes(self) -> list[int]:
+        """Bytes of every layer."""
+        return [sum(slot.bytes for slot in _slots(layer)) for layer in self.weights.layers]
+
 
 def plan_target(
     checkpoint: Checkpoint,

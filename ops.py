@@ -345,6 +345,10 @@ class CudaLauncher:
     def free_bytes(self) -> int:
         return self.xp.cuda.runtime.memGetInfo()[0]
 
+    def trim(self) -> None:
+        self.synchronize()
+        self.xp.get_default_memory_pool().free_all_blocks()
+
     def seconds(self, run: Callable[[], object]) -> float:
         """How long the device works on what run() starts."""
         begin, end = self.xp.cuda.Event(), self.xp.cuda.Event()
@@ -418,6 +422,9 @@ class EmulatorLauncher:
 
     def free_bytes(self) -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def trim(self) -> None:
+        """Nothing is kept for later here."""
 
     def seconds(self, run: Callable[[], object]) -> float:
         """How long the host takes to emulate what run() starts."""
@@ -1235,6 +1242,10 @@ class CudaOps(TensorCoreKernels):
             "generate", f"generate_{out.dtype.name}", (_ceil(out.size, THREADS),), out,
             np.int64(out.size), np.uint64(seed), mean, scale, columns, width or columns, *first,
         )  # fmt: skip
+
+    def trim(self) -> None:
+        """All weights are there: give back what was only needed to pack them."""
+        self.launcher.trim()
 
     def upload(self, array):
         """A norm weight, bias or rotation table: float32. A bfloat16 matrix stays bfloat16."""

@@ -79,7 +79,9 @@ def test_memory_is_forecast_before_weights_are_read(device, tmp_path, monkeypatc
         with pytest.raises(UserError) as caught:
             engine_on(device, directory, monkeypatch, **settings)
         assert "0.00 GiB of memory are free" in str(caught.value), settings
-        assert all(f"{what} " in str(caught.value) for what in ("weights", "cache", "scratch"))
+        assert all(
+            f"{what} " in str(caught.value) for what in ("weights", "cache", "scratch", "loading")
+        )
         assert str(caught.value).endswith(advice), (settings, caught.value)
 
 
