@@ -274,12 +274,13 @@ class TensorParallel:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """`linear` (dense products) and `moe` (INT4 experts) say which kernels a GPU runs; shapes that
-    tensor cores cannot take run the simple ones. Left out, they follow `activation`."""
+    """`linear` (dense products), `moe` (INT4 experts) and `attention` say which kernels a GPU runs;
+    shapes that tensor cores cannot take run the simple ones. Left out, they follow `activation`."""
 
     activation: str = _key(_choice("float32", "bfloat16"), "float32")
     linear: str | None = _key(_optional(_choice("simple", "tensor_core")), None)
     moe: str | None = _key(_optional(_choice("simple", "tensor_core")), None)
+    attention: str | None = _key(_optional(_choice("simple", "tensor_core")), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -845,8 +846,8 @@ def _mlp_parts(m: Model, index: int) -> list[_Part]:
 def validate(config: Config, model: Model, drafter: Drafter | None) -> Config:
     """Check every rule that joins the config, the target and the drafter (None where unused).
 
-    Returns the config with `decode.context`, `kernels.linear` and `kernels.moe` filled in where
-    they are left out.
+    Returns the config with `decode.context` and the choices of `kernels` filled in where they are
+    left out.
     Raises UserError.
     """
     source = config.model.path / "config.json"
@@ -882,7 +883,7 @@ def _resolve_kernels(kernels: Kernels) -> Kernels:
     """Every choice made: tensor cores for bfloat16 activations, which are all that they take."""
     rounded = kernels.activation == "bfloat16"
     chosen = {}
-    for name in ("linear", "moe"):
+    for name in ("linear", "moe", "attention"):
         asked = getattr(kernels, name)
         if asked == "tensor_core" and not rounded:
             raise UserError(

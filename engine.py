@@ -722,7 +722,8 @@ def make_ops(
         try:
             emulated = device == "emulate"
             launcher = ops.EmulatorLauncher() if emulated else ops.CudaLauncher(index, needed)
-            chosen = dict(linear=settings.kernels.linear, moe=settings.kernels.moe)
+            kinds = "linear", "moe", "attention"
+            chosen = {kind: getattr(settings.kernels, kind) for kind in kinds}
             return ops.CudaOps(activation, launcher=launcher, debug=debug, **chosen)
         except UserError as error:
             if device != "auto":

@@ -136,6 +136,14 @@ DEVICE float block_sum(float value, float* shared) {
   return sum;
 }
 
+// 2^(from - to), exact; zero below the normal range and for from = -inf.
+DEVICE float power_of_two(float from, float to) {
+  const float exponent = __fsub_rn(from, to);
+  if (exponent != exponent && from == from) return 0.0f;  // both are -inf
+  if (exponent < -126.0f) return 0.0f;
+  return from == from ? __int_as_float(((int)exponent + 127) << 23) : from;
+}
+
 // Rotates the pair (a, b) by the row's angle, each product and sum rounded.
 DEVICE void rotate(float a, float b, float c, float s, act* first, act* second) {
   store(first, __fsub_rn(__fmul_rn(a, c), __fmul_rn(b, s)));
@@ -261,14 +269,15 @@ DEVICE void grid_dependency_launch() { asm volatile("griddepcontrol.launch_depen
 #else
 DEVICE void grid_dependency_wait() {}
 DEVICE void grid_dependency_launch() {}
-DEVICE void cp_async_16(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-               :: "r"(shared_address(shared)), "l"(global) : "memory");
+#endif
+// The first `bytes` of 16, the others zero.
+DEVICE void cp_async_16(void* shared, const void* global, int bytes = 16) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :: "r"(shared_address(shared)), "l"(global), "r"(bytes) : "memory");
 }
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
-#endif
 #endif
 
 // The first line of a short kernel that is launched dependently and has nothing to fetch before.
@@ -765,14 +774,6 @@ KERNEL plan_ancestors(const int* positions,  // [T] absolute
 static_assert((LEAF & (LEAF - 1)) == 0, "a power of two");
 constexpr int HEADS = 4;  // of one row, computed together: a key is read once for them
 constexpr int VALUES = (VALUE_WIDTH + THREADS - 1) / THREADS;
-
-// 2^(from - to), exact; zero below the normal range and for from = -inf.
-DEVICE float power_of_two(float from, float to) {
-  const float exponent = __fsub_rn(from, to);
-  if (exponent != exponent && from == from) return 0.0f;  // both are -inf
-  if (exponent < -126.0f) return 0.0f;
-  return from == from ? __int_as_float(((int)exponent + 127) << 23) : from;
-}
 
 DEVICE float key_dot(const float* q, const act* key) {
   float sum[4] = {};  // columns k % 4, each ascending

@@ -19,7 +19,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import ml_dtypes
@@ -31,7 +31,7 @@ import sampling
 from config import DeviceFault, UserError
 from reference import DraftRows, Int4Weight
 
-FILES = ("kernels.cu", "kernels_decode.cu", "kernels_gemm.cu")
+FILES = ("kernels.cu", "kernels_decode.cu", "kernels_gemm.cu", "kernels_attention.cu")
 HERE = Path(__file__).resolve().parent
 OPTIONS = ("-std=c++17", "--fmad=false")  # no contraction: it changes bits between kernels (R5)
 THREADS = 256  # of every block
@@ -531,6 +531,7 @@ class AttentionPlan:
     tables    int32 [slots, max_pages]
     ancestors int32 [T, depth]  row that holds position length + d of a row's own path, or -1
     reach     no row's position is beyond it (host; sizes the grid and the scratch)
+    work      what attention on tensor cores made of it, by its settings (AttentionWork)
     """
 
     positions: object
@@ -540,6 +541,7 @@ class AttentionPlan:
     ancestors: object
     leaf: int
     reach: int
+    work: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -967,17 +969,212 @@ class TensorCoreKernels:
         return out
 
 
+# ---- attention on tensor cores (kernels_attention.cu) -------------------------------------------
+
+MAX_TENSOR_LEAF = 16 * WARPS  # positions of a leaf: a warp takes the scores of 16
+PARTS_BYTES = 512 << 20  # of the parts of spans at most, if one row allows
+WORK_ROWS = 1024  # of one launch of attention_work
+MEET = 4  # spans that a warp of the fold brings to a meeting
+
+
+@dataclass(frozen=True)
+class ColumnTile:
+    """A variant of the attention kernels: `tiles` times 8 columns (row, head) of a block.
+
+    resident  blocks a multiprocessor
+    most      column tiles of a forward up to which it is the variant to take
+    """
+
+    tiles: int
+    resident: int
+    most: int
+
+
+COLUMN_TILES = (
+    ColumnTile(1, resident=2, most=1),
+    ColumnTile(2, resident=2, most=3),
+    ColumnTile(4, resident=2, most=24),
+    ColumnTile(8, resident=1, most=INT32_MAX),
+)
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What tensor cores attend in; apart: a value is not the front of its key."""
+
+    key: int
+    value: int
+    leaf: int
+    span: int
+    apart: bool
+
+    @property
+    def fits(self) -> bool:
+        return self.key % 8 == 0 and self.leaf <= MAX_TENSOR_LEAF
+
+    @property
+    def value_tiles(self) -> int:
+        return _ceil(self.value, 16)
+
+    @property
+    def defines(self) -> Defines:
+        return (
+            *attention_defines(self.key, self.value, self.leaf, self.span),
+            ("APART", int(self.apart)),
+        )
+
+    def shared_bytes(self, tiles: int, stages: int) -> int:
+        """Of a block with so many column tiles and leaves in flight."""
+        columns, width, values = 8 * tiles, _ceil(self.key, 16) * 16, 16 * self.value_tiles
+        stride, stage = 2 * width + 16, self.leaf * (2 * width + 16)
+        if self.apart:
+            stage += self.leaf * (2 * values + 16)
+        inside = not self.apart and width - values >= self.leaf and columns <= self.leaf
+        p = 0 if inside else columns * (2 * self.leaf + 16)
+        return columns * (8 * (self.leaf // 16) + 8 + stride) + p + stages * stage
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """Units of one launch over rows [first, first + n) of a forward, on the device.
+
+    units  int32 [.., 8];  rows  int32 [n, 4]: see attention_work
+    slots  parts of a row at most;  tile, stages: the variant;  blocks: of its grid
+    """
+
+    first: int
+    n: int
+    units: object
+    rows: object
+    slots: int
+    tile: ColumnTile
+    stages: int
+    blocks: int
+    shared_bytes: int
+
+
+class TensorCoreAttention:
+    """Attention of bfloat16 activations on tensor cores: a part of CudaOps."""
+
+    def _variant(self, shape: AttentionShape, column_tiles: int) -> tuple[ColumnTile, int, int]:
+        """For so many column tiles: (variant, stages, shared bytes), or None where none fits."""
+        most = self.launcher.limits.shared_bytes
+        enough = next(t.tiles for t in COLUMN_TILES if column_tiles <= t.most)
+        for tile in reversed(COLUMN_TILES):
+            for stages in (2, 1) if tile.resident == 1 else (1,):
+                need = shape.shared_bytes(tile.tiles, stages)
+                if tile.tiles <= enough and need <= most:
+                    return tile, stages, need
+        return None
+
+    def _tensor_shape(self, key: int, value: int, leaf: int, span: int, apart: bool):
+        """AttentionShape where tensor cores are to take it, else None."""
+        shape = AttentionShape(key, value, leaf, span, apart)
+        takes = self.tensor_attention and shape.fits and self._variant(shape, 1) is not None
+        return shape if takes else None
+
+    def _attention_work(self, plan: AttentionPlan, shape: AttentionShape, heads: int) -> list:
+        """The launches of a forward, planned at its first layer."""
+        key = shape, heads
+        if key not in plan.work:
+            n, row_tiles = len(plan.positions), _ceil(heads, 8)
+            leaves, depth = plan.reach // shape.leaf + 1, plan.ancestors.shape[1]
+            behind = min(leaves, (depth - 1) // shape.leaf + 2)  # leaves that rows do not share
+            spans = _ceil(leaves, shape.span) + behind
+            row_bytes = spans * row_tiles * shape.value_tiles * 512
+            step = max(1, min(n, WORK_ROWS, PARTS_BYTES // row_bytes))
+            plan.work[key] = [
+                self._plan_rows(plan, shape, row_tiles, first, min(step, n - first), spans, behind)
+                for first in range(0, n, step)
+            ]
+        return plan.work[key]
+
+    def _plan_rows(self, plan, shape, row_tiles: int, first: int, n: int, spans: int, behind: int):
+        tile, stages, need = self._variant(shape, n * row_tiles)
+        together, head_parts = max(1, tile.tiles // row_tiles), _ceil(row_tiles, tile.tiles)
+        limits, leaves = self.launcher.limits, plan.reach // shape.leaf + 1
+        resident = max(1, min(tile.resident, limits.shared_bytes // need))
+        blocks = resident * limits.processors
+        alone = blocks // (_ceil(n, together) * head_parts)  # leaves a block each, if all fit
+        slots = max(spans, min(leaves, alone) + behind)
+        most = n * head_parts * slots
+        work = AttentionWork(
+            first, n, self.empty((most + blocks, 8), INT32), self.empty((n, 4), INT32), slots,
+            tile, stages, min(blocks, most), need,
+        )  # fmt: skip
+        self._launch(
+            "attention_work", "attention_work", (1,), plan.positions, plan.sequence, plan.lengths,
+            plan.tables, plan.ancestors, work.units, work.rows, first, n, plan.ancestors.shape[1],
+            plan.tables.shape[1], together, head_parts, work.blocks, slots,
+            shared_bytes=16 * n, defines=(("LEAF", shape.leaf), ("SPAN", shape.span)),
+        )  # fmt: skip
+        return work
+
+    def _latent_attention_mma(self, q, pages, fresh, plan, factor, shape: AttentionShape):
+        n, heads, _ = q.shape
+        out, row_tiles = self.empty((n, heads, shape.value), self.act), _ceil(heads, 8)
+        planned = (shape, heads) in plan.work
+        for work in self._attention_work(plan, shape, heads):
+            rows, all_tiles = slice(work.first, work.first + work.n), work.n * row_tiles
+            parts = self.empty((work.slots, all_tiles, 4, 4))
+            values = self.empty((work.slots, all_tiles, shape.value_tiles, 128))
+            # What was planned in front of this very launch cannot be read before it has ended.
+            self._launch(
+                "attention_mma", f"latent_spans_mma_{work.tile.tiles}", (work.blocks,), q[rows],
+                pages, fresh, plan.tables, plan.ancestors[rows], work.units, parts, values, heads,
+                plan.tables.shape[1], plan.ancestors.shape[1], all_tiles, work.stages, factor,
+                shared_bytes=work.shared_bytes, defines=shape.defines, dependent=planned,
+            )  # fmt: skip
+            self._fold_mma("latent_fold_mma", shape, all_tiles, (
+                parts, values, work.rows, out[rows], heads, all_tiles,
+            ))  # fmt: skip
+        return out
+
+    def _block_attention_mma(self, q, kv, pages, tables, lengths, window, factor, shape):
+        out, (blocks, max_pages) = self.empty(q.shape, self.act), tables.shape
+        n, heads, kv_heads = len(q) // blocks, q.shape[1], kv.shape[2]
+        column_tiles = _ceil(n * (heads // kv_heads), 8)
+        all_tiles = blocks * kv_heads * column_tiles
+        tile, _, need = self._variant(shape, column_tiles)
+        limits, column_parts = self.launcher.limits, _ceil(column_tiles, tile.tiles)
+        need = shape.shared_bytes(tile.tiles, stages=1)
+        at_once = max(1, min(2, limits.shared_bytes // need)) * limits.processors
+        leaves, units = max_pages + 1, blocks * kv_heads * column_parts
+        slots = max(_ceil(leaves, shape.span) + 1, min(leaves, at_once // units))
+        parts = self.empty((slots, all_tiles, 4, 4))
+        values = self.empty((slots, all_tiles, shape.value_tiles, 128))
+        sizes = blocks, n, heads, kv_heads, window, column_parts, at_once, slots
+        self._launch(
+            "attention_mma", f"block_spans_mma_{tile.tiles}", (min(at_once, units * slots),), q, kv,
+            pages, lengths, tables, parts, values, *sizes, max_pages, factor,
+            shared_bytes=need, defines=shape.defines, dependent=True,
+        )  # fmt: skip
+        args = parts, values, lengths, out, *sizes
+        self._fold_mma("block_fold_mma", shape, all_tiles, args)
+        return out
+
+    def _fold_mma(self, kernel: str, shape: AttentionShape, all_tiles: int, args: tuple) -> None:
+        """split: warps that share the spans of a tile, many where there are few tiles."""
+        split = next((s for s in (8, 4, 2) if all_tiles * s <= 16), 1)
+        grid = _ceil(shape.value_tiles * split, WARPS), all_tiles
+        self._launch(
+            "attention_mma", kernel, grid, *args, split, defines=shape.defines,
+            shared_bytes=WARPS * MEET * 1024 if split > 1 else 0, dependent=True,
+        )  # fmt: skip
+
+
 # ---- the operations ----------------------------------------------------------------------------
 
 
-class CudaOps(TensorCoreKernels):
+class CudaOps(TensorCoreKernels, TensorCoreAttention):
     """The operations of `reference.ReferenceOps` by the kernels of kernels.cu.
 
     activation  "float32" or "bfloat16"
     comm        joins the leaf sums of several ranks (parallel.Comm); None for one rank
     launcher    CudaLauncher or EmulatorLauncher
-    linear, moe "simple" or "tensor_core": kernels of dense products and of INT4 experts, where the
-                shape allows; None: tensor cores for bfloat16. fp32 activations are always simple
+    linear, moe, attention "simple" or "tensor_core": kernels of dense products, of INT4 experts and
+                of attention, where the shape allows; None: tensor cores for bfloat16. fp32
+                activations are always simple
     poison      new buffers are filled with NaN: what a kernel forgot to write then shows
     debug       waits after every launch, so that a fault names its operation; nothing is recorded
     listener    called with every Launch, after it
@@ -992,6 +1189,7 @@ class CudaOps(TensorCoreKernels):
         *,
         linear: str | None = None,
         moe: str | None = None,
+        attention: str | None = None,
         poison: bool = False,
         debug: bool = False,
         directory: Path = HERE,
@@ -1001,8 +1199,8 @@ class CudaOps(TensorCoreKernels):
         self.name = self.launcher.name
         self.poison, self.debug = poison, debug
         self.act = BFLOAT16 if activation == "bfloat16" else FLOAT32
-        self.tensor_linear, self.tensor_experts = (
-            self.act == BFLOAT16 and asked != "simple" for asked in (linear, moe)
+        self.tensor_linear, self.tensor_experts, self.tensor_attention = (
+            self.act == BFLOAT16 and asked != "simple" for asked in (linear, moe, attention)
         )
         self.directory, self.sections = directory, read_sections(directory)
         self._functions: dict[tuple, object] = {}
@@ -1583,9 +1781,13 @@ class CudaOps(TensorCoreKernels):
         op = "latent_attention"
         n, heads, width = q.shape
         whole = width % 8 == 0  # then keys are read 8 numbers at a time
-        q = self._take(op, "q", q, self.act, None, None, None)
+        shape = self._tensor_shape(width, latent, plan.leaf, span, apart=False)
+        q = self._take(op, "q", q, self.act, None, None, None, aligned=shape is not None)
         pages = self._take(op, "pages", pages, self.act, None, plan.leaf, width, aligned=whole)
         fresh = self._take(op, "fresh", fresh, self.act, n, width, aligned=whole)
+        factor = np.float32(scale) * reference.LOG2E
+        if shape is not None:
+            return self._latent_attention_mma(q, pages, fresh, plan, factor, shape)
         spans = plan.reach // (plan.leaf * span) + 1
         parts = self.empty((n, heads, spans, 2))
         values = self.empty((n, heads, spans, latent))
@@ -1595,7 +1797,7 @@ class CudaOps(TensorCoreKernels):
             "attention", "latent_spans", (min(spans, MAX_SPAN_BLOCKS), _ceil(heads, HEADS), n),
             q, pages, fresh, plan.positions, plan.sequence, plan.lengths, plan.tables,
             plan.ancestors, parts, values, heads, spans, plan.tables.shape[1],
-            plan.ancestors.shape[1], np.float32(scale) * reference.LOG2E,
+            plan.ancestors.shape[1], factor,
             shared_bytes=attention_shared_bytes(width, plan.leaf), defines=defines,
         )  # fmt: skip
         grid = (_ceil(latent, THREADS), heads, n)
@@ -1714,18 +1916,21 @@ class CudaOps(TensorCoreKernels):
         """Drafter attention: every block over its context and itself, non-causal -> rounded."""
         op = "block_attention"
         rows, heads, d = q.shape
-        q = self._take(op, "q", q, self.act, None, None, None)
+        q = self._take(op, "q", q, self.act, None, None, None, aligned=d % 8 == 0)
         whole = d % 8 == 0  # then keys are read 8 numbers at a time
+        shape = self._tensor_shape(d, d, pages.shape[1], span, apart=True)
         kv = self._take(op, "kv", kv, self.act, rows, 2, None, d, aligned=whole)
         kv_heads, leaf = kv.shape[2], pages.shape[1]
-        shape = None, leaf, 2, kv_heads, d
-        pages = self._take(op, "pages", pages, self.act, *shape, aligned=whole)
+        pages = self._take(op, "pages", pages, self.act, None, leaf, 2, kv_heads, d, aligned=whole)
         tables = self._tables(op, tables)
         blocks, max_pages = tables.shape
         lengths = self._take(op, "lengths", self.index(lengths), INT32, blocks)
         n = rows // blocks
         if n > leaf:
             raise UserError(f"{op}: a block of {n} rows does not fit a leaf of {leaf} positions")
+        factor = np.float32(scale) * reference.LOG2E
+        if shape is not None and rows:
+            return self._block_attention_mma(q, kv, pages, tables, lengths, window, factor, shape)
         spans = max_pages // span + 1
         parts = self.empty((rows, heads, spans, 2))
         values = self.empty((rows, heads, spans, d))
@@ -1734,7 +1939,7 @@ class CudaOps(TensorCoreKernels):
         grid = (min(spans, MAX_SPAN_BLOCKS), kv_heads * _ceil(heads // kv_heads, HEADS), rows)
         self._launch(
             "attention", "block_spans", grid, q, kv, pages, lengths, tables, parts, values, n,
-            heads, kv_heads, spans, max_pages, window, np.float32(scale) * reference.LOG2E,
+            heads, kv_heads, spans, max_pages, window, factor,
             shared_bytes=attention_shared_bytes(d, leaf), defines=defines,
         )  # fmt: skip
         grid = (_ceil(d, THREADS), heads, rows)

@@ -494,11 +494,12 @@ def test_kernels_follow_the_activation(settings):
         kernels = config.Kernels(**asked)
         config_ = dataclasses.replace(settings(), kernels=kernels)
         kernels = config.validate(config_, target(), None).kernels
-        return kernels.linear, kernels.moe
+        return kernels.linear, kernels.moe, kernels.attention
 
-    assert chosen() == ("simple", "simple")
-    assert chosen(activation="bfloat16") == ("tensor_core", "tensor_core")
-    assert chosen(activation="bfloat16", linear="simple") == ("simple", "tensor_core")
+    assert chosen() == ("simple",) * 3
+    assert chosen(activation="bfloat16") == ("tensor_core",) * 3
+    some = dict(linear="simple", attention="simple")
+    assert chosen(activation="bfloat16", **some) == ("simple", "tensor_core", "simple")
     refused(lambda: chosen(moe="tensor_core"), "kernels.moe", "tensor_core", "activation: float32")
 
 

@@ -18,6 +18,7 @@ core = pytest.importorskip("cuda.core", reason="compiling needs cuda-core and nv
 ARCHITECTURES = {"sm_80": 166_912, "sm_90": 232_448, "sm_120": 101_376}  # shared bytes of a block
 TARGET = ops.attention_defines(key=576, value=512, leaf=64, span=4)
 DRAFTER = ops.attention_defines(key=128, value=128, leaf=64, span=4)
+LATENT = ops.AttentionShape(key=576, value=512, leaf=64, span=4, apart=False)
 EXPERTS = ops.TensorExperts(
     None, None, experts=384, width=256, hidden=7168, leaves=1, up_groups=4, down_groups=4
 )
@@ -30,6 +31,8 @@ VARIANTS = {
     "absorb": [(("TABLE", t),) for t in ops.TYPES.values()],
     "rms_norm": [ops.norm_defines(width) for width in (7168, 1536)],
     "attention": [TARGET, DRAFTER],
+    "attention_work": [(("LEAF", 64), ("SPAN", 4))],
+    "attention_mma": [LATENT.defines],
     **dict.fromkeys(
         ("linear", "gate_up", "expert_down"),
         [(("WEIGHT", w),) for w in ("DenseF32", "DenseBf16", "Int4F32", "Int4Bf16")],
@@ -76,6 +79,12 @@ def dense_bytes(kernel: str, architecture: str) -> int | None:
     return need if need <= most else None
 
 
+def attention_bytes(kernel: str, architecture: str) -> int | None:
+    """The same of an attention kernel on tensor cores, with one leaf in flight."""
+    need = LATENT.shared_bytes(int(kernel.split("_")[-1]), stages=1)
+    return need if need <= ARCHITECTURES[architecture] else None
+
+
 @pytest.mark.parametrize("activation", ("float32", "bfloat16"))
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_section_compiles(architecture: str, activation: str, capsys) -> None:
@@ -94,9 +103,9 @@ def test_every_section_compiles(architecture: str, activation: str, capsys) -> N
                 static = int((re.search(r"(\d+) bytes smem", rest) or [0, 0])[1])
                 dynamic = DYNAMIC.get((kernel, defines), DYNAMIC.get(kernel, 0))
                 name = " ".join([kernel, *(str(v) for _, v in defines)])
-                if section == "linear_mma":
-                    dynamic = dense_bytes(kernel, architecture)
-                    name = kernel
+                if section == "linear_mma" or "_spans_mma" in kernel:
+                    of = dense_bytes if section == "linear_mma" else attention_bytes
+                    dynamic, name = of(kernel, architecture), kernel
                     if dynamic is None:
                         continue  # ops.py does not launch it here
                 rows.append(f"| {name} | {registers} | {static} | {dynamic} |")

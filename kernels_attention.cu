@@ -1,0 +1,792 @@
+// Attention on tensor cores: what ops.py runs in place of latent_spans and block_spans for bfloat16
+// activations, where the shape allows it.
+//
+// Scores are S^T = K Q^T: keys lie on the 16 side of mma m16n8k16, columns on the 8 side. A column is
+// one (row, head), so that rows and heads share every key that is read, and a column shares no
+// arithmetic with its neighbours (R1). Sums, per column and the same for every grid (R3):
+//   a score         K's even steps of 16 ascending + its odd ones ascending, times factor
+//   P of a leaf     2^(score - ceiling of the leaf's largest), rounded
+//   sum of P        slots g, g + 8 of 16; then over g by halves 1, 2, 4; then over the 16s pairwise
+//   P V of a leaf   16 slots at a time, ascending, from zero
+//   leaves, spans   ascending; every leaf and span joins by fma(part, 2^., sum * 2^.)
+// A part of a span may begin in one block and end in the kernel that folds: fp32 parts in memory lose
+// nothing, and the arithmetic is the same.
+
+// ==== attention_work ====
+
+// -DLEAF positions, -DSPAN leaves.
+
+// Over the block. shared: WARPS ints, free on return.
+template <class Join>
+DEVICE int block_join(int value, int* shared, const Join& join) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance >>= 1)
+    value = join(value, __shfl_xor_sync(ALL, value, distance));
+  if ((threadIdx.x & 31) == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();  // every warp's value is there before any is read
+  value = shared[0];
+  for (int w = 1; w < WARPS; w++) value = join(value, shared[w]);
+  __syncthreads();  // all have read before the caller writes `shared` again
+  return value;
+}
+
+// The sum over the threads in front of this one. shared: WARPS ints, free on return.
+DEVICE int block_before(int value, int* shared) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  int sum = value;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance <<= 1) {
+    const int other = __shfl_up_sync(ALL, sum, distance);
+    if (lane >= distance) sum += other;
+  }
+  if (lane == 31) shared[warp] = sum;
+  __syncthreads();  // every warp's sum is there before any is read
+  sum -= value;
+  for (int w = 0; w < warp; w++) sum += shared[w];
+  __syncthreads();  // all have read before the caller writes `shared` again
+  return sum;
+}
+
+// What latent_spans_mma works through, in units: some rows of one sequence over some leaves. Up to
+// `together` adjacent rows share the leaves in which they see the same keys in all slots: committed
+// ones and those of common ancestors. The few leaves behind them are a unit of one row each. A unit of
+// shared leaves has `each` of them, as many (a divisor of SPAN) as make the units no more than
+// `blocks` and a row's parts no more than `slots`, else SPAN.
+//
+// One block; shared 16 n bytes. Rows of a sequence are adjacent; rows [first, first + n) are planned.
+KERNEL attention_work(const int* positions,  // [T]
+                      const int* sequence,   // [T], -1: a filler row, which is in no unit
+                      const int* lengths,    // [slots of the cache]
+                      const int* tables,     // [slots of the cache, max_pages]
+                      const int* ancestors,  // [T, depth]
+                      int4* units,           // [.., 2]: first row << 8 | rows, head part << 20 | slot,
+                                             // first leaf, last + 1; length, position of the first
+                                             // row, its sequence, its first page or -1. Behind the
+                                             // last come `blocks` empty ones
+                      int4* rows,            // [n]: shared leaves, each, leaves (0: filler), 0
+                      int first, int n, int depth, int max_pages, int together, int head_parts,
+                      int blocks, int slots) {
+  extern __shared__ __align__(16) int memory[];
+  __shared__ int between[WARPS];
+  int* leader = memory;      // [n] first row of a row's group; -1: filler
+  int* shared = leader + n;  // [n] at a leader: what its rows share, positions, then leaves
+  int* place = shared + n;   // [n] units in front of a leader's own
+  int* behind = place + n;   // [n] single units in front of a row's own
+  positions += first, sequence += first, ancestors += (i64)first * depth;
+  for (int i = threadIdx.x; i < n; i += THREADS) shared[i] = 0x7fffffff;
+  __syncthreads();  // no row lowers a number that is not there
+  for (int i = threadIdx.x; i < n; i += THREADS) {
+    leader[i] = -1;
+    if (sequence[i] < 0) continue;
+    int low = 0, high = i;  // the first row of the sequence
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (sequence[middle] == sequence[i]) high = middle;
+      else low = middle + 1;
+    }
+    const int lead = low + (i - low) / together * together, length = lengths[sequence[i]];
+    const int *own = ancestors + (i64)i * depth, *other = ancestors + (i64)lead * depth;
+    low = 0, high = min(positions[i] - length + 1, depth);  // ancestors in common with the leader
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (own[middle] == other[middle]) low = middle + 1;
+      else high = middle;
+    }
+    leader[i] = lead;
+    atomicMin(shared + lead, length + low);
+  }
+  __syncthreads();  // a group's positions are final before they become leaves
+  for (int i = threadIdx.x; i < n; i += THREADS)
+    if (leader[i] == i) shared[i] /= LEAF;
+  __syncthreads();  // leaves are there before they are counted
+
+  const int per = (n + THREADS - 1) / THREADS;  // rows of a thread
+  const int begin = min(n, (int)threadIdx.x * per), end = min(n, begin + per);
+  auto count = [&](int each, int& of_groups, int& of_rows, int& most) {
+    of_groups = of_rows = most = 0;
+    for (int i = begin; i < end; i++) {
+      if (leader[i] < 0) continue;
+      const int together_leaves = shared[leader[i]];
+      const int groups = (together_leaves + each - 1) / each;
+      const int singles = positions[i] / LEAF + 1 - together_leaves;
+      if (leader[i] == i) of_groups += groups;
+      of_rows += singles, most = max(most, groups + singles);
+    }
+  };
+  auto add = [](int a, int b) { return a + b; };
+  auto larger = [](int a, int b) { return max(a, b); };
+  int each = 1, of_groups, of_rows, most;
+  for (;; each++) {
+    if (SPAN % each) continue;
+    count(each, of_groups, of_rows, most);
+    const int all = block_join(of_groups + of_rows, between, add);
+    most = block_join(most, between, larger);
+    if (each == SPAN || ((i64)all * head_parts <= blocks && most <= slots)) break;
+  }
+  const int groups = block_join(of_groups, between, add);
+  const int total = groups + block_join(of_rows, between, add);
+  int group_place = block_before(of_groups, between);
+  int row_place = groups + block_before(of_rows, between);
+  for (int i = begin; i < end; i++) {
+    rows[i] = int4{0, 0, 0, 0};
+    if (leader[i] < 0) continue;
+    const int leaves = positions[i] / LEAF + 1, together_leaves = shared[leader[i]];
+    rows[i] = int4{together_leaves, each, leaves, 0};
+    place[i] = group_place, behind[i] = row_place;
+    if (leader[i] == i) group_place += (together_leaves + each - 1) / each;
+    row_place += leaves - together_leaves;
+  }
+  __syncthreads();  // all places are there before a warp fills them
+
+  auto put = [&](int at, int i, int count, int part, int slot, int from, int to) {
+    const int table = sequence[i], length = lengths[table];
+    const int page = from * LEAF < length ? tables[(i64)table * max_pages + from] : -1;
+    units[2 * at] = int4{i << 8 | count, part << 20 | slot, from, to};
+    units[2 * at + 1] = int4{length, positions[i], table, page};
+  };
+  for (int i = threadIdx.x / 32; i < n; i += WARPS) {  // a warp a row
+    if (leader[i] < 0) continue;
+    const int leaves = shared[leader[i]], parts = (leaves + each - 1) / each;
+    const int singles = positions[i] / LEAF + 1 - leaves;
+    int count = 1;
+    while (i + count < n && leader[i + count] == i) count++;
+    for (int k = threadIdx.x & 31; leader[i] == i && k < parts * head_parts; k += 32) {
+      const int slot = k / head_parts, from = slot * each;
+      put(place[i] * head_parts + k, i, count, k % head_parts, slot, from, min(leaves, from + each));
+    }
+    for (int k = threadIdx.x & 31; k < singles * head_parts; k += 32) {
+      const int single = k / head_parts;
+      put(behind[i] * head_parts + k, i, 1, k % head_parts, parts + single, leaves + single,
+          leaves + single + 1);
+    }
+  }
+  for (int i = threadIdx.x; i < blocks; i += THREADS)
+    units[2 * (total * head_parts + i)] = units[2 * (total * head_parts + i) + 1] = int4{0, 0, 0, 0};
+}
+
+// ==== attention_mma ====
+
+// -DKEY_WIDTH, VALUE_WIDTH, LEAF, SPAN as in the section attention. -DAPART: a value is not the front
+// of its key. Shared memory: see attention_mma_bytes in ops.py.
+static_assert(LEAF % 16 == 0 && LEAF <= 16 * WARPS && (LEAF & (LEAF - 1)) == 0, "whole key tiles");
+static_assert(KEY_WIDTH % 8 == 0, "keys are copied 16 bytes at a time");
+constexpr int KEY_TILES = LEAF / 16;
+constexpr int VALUE_TILES = (VALUE_WIDTH + 15) / 16;
+constexpr int WIDTH = (KEY_WIDTH + 15) / 16 * 16;  // of a key in shared memory, zeros behind
+constexpr int STRIDE = 2 * WIDTH + 16;             // bytes; an odd number of 16: no bank conflicts
+constexpr int VALUE_STRIDE = APART ? 32 * VALUE_TILES + 16 : STRIDE;
+constexpr int STAGE = LEAF * (STRIDE + (APART ? VALUE_STRIDE : 0));  // bytes of a leaf
+
+#ifndef KDTREE_EMULATOR
+DEVICE void ldmatrix_x2(u32 (&r)[2], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1]) : "r"(shared_address(row)));
+}
+DEVICE void ldmatrix_x4(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
+}
+DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
+}
+DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#endif
+
+// Eight lanes copy a row of `width` numbers in steps of 16 bytes, zeros from there on and for no row.
+template <int TO, int FROM>
+DEVICE void copy_row(unsigned char* to, const bf16* from, const bf16* anywhere) {
+#pragma unroll
+  for (int i = 0; i < TO; i += 64) {
+    const int column = i + 8 * (threadIdx.x % 8);
+    if (TO % 64 && column >= TO) continue;
+    const bool there = from && (TO == FROM || column < FROM);
+    cp_async_16(to + 2 * column, there ? from + column : anywhere, there ? 16 : 0);
+  }
+}
+
+// A block's work on up to NT tiles of 8 columns.
+template <int NT>
+struct Leaves {
+  static constexpr int COLUMNS = 8 * NT;
+  static constexpr int SHARING = WARPS / KEY_TILES;  // warps that share out the columns of 16 keys
+  static constexpr int OWN = (NT + SHARING - 1) / SHARING;  // column tiles of a warp, for the scores
+  static constexpr int DIMS = (VALUE_TILES + WARPS - 1) / WARPS;  // value tiles of a warp
+  static constexpr int FIT = NT == 1 ? 4 : NT == 4 ? 1 : 2;       // of them at once, as registers allow
+  static constexpr int AT_ONCE = DIMS < FIT ? DIMS : FIT;
+  // P lies in the part of a key that is no value, read before P is there; else it has a place.
+  static constexpr bool P_IN_KEYS =
+      !APART && WIDTH - 16 * VALUE_TILES >= LEAF && COLUMNS <= LEAF;
+  static constexpr int P_STRIDE = P_IN_KEYS ? STRIDE : 2 * LEAF + 16;
+  static_assert(P_STRIDE / 16 % 2 == 1, "no bank conflicts");
+
+  float* maxima;           // [KEY_TILES, COLUMNS]
+  float* sums;             // [KEY_TILES, COLUMNS]
+  float2* factors;         // [COLUMNS] of the sum so far, of this leaf
+  unsigned char* queries;  // [COLUMNS, STRIDE]
+  unsigned char* p;        // [COLUMNS, P_STRIDE]
+  unsigned char* stages;   // [.., STAGE]
+  int lane, warp, g, t, tiles;
+  float folded[DIMS][NT][4];  // of this lane: dims g, g + 8 of a tile, columns 2t, 2t + 1
+  float top, total;           // of column threadIdx.x
+
+  DEVICE_METHOD Leaves(unsigned char* memory) {
+    maxima = (float*)memory, sums = maxima + KEY_TILES * COLUMNS;
+    factors = (float2*)(sums + KEY_TILES * COLUMNS);
+    queries = (unsigned char*)(factors + COLUMNS);
+    p = queries + COLUMNS * STRIDE, stages = p + (P_IN_KEYS ? 0 : COLUMNS * P_STRIDE);
+    lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  }
+
+  // query_of(column) is a row of q, or null for zeros.
+  template <class QueryOf>
+  DEVICE_METHOD void begin(int column_tiles, const bf16* anywhere, const QueryOf& query_of) {
+    tiles = column_tiles, top = minus_infinity(), total = 0.0f;
+#pragma unroll
+    for (int m = 0; m < DIMS; m++)
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) folded[m][n][i] = 0.0f;
+    for (int c = threadIdx.x / 8; c < 8 * tiles; c += THREADS / 8)
+      copy_row<WIDTH, KEY_WIDTH>(queries + c * STRIDE, query_of(c), anywhere);
+  }
+
+  // key_of(slot) is a key, or null for zeros; its value stands value_offset numbers further.
+  template <class KeyOf>
+  DEVICE_METHOD void load(unsigned char* stage, const bf16* anywhere, int value_offset,
+                          const KeyOf& key_of) {
+#pragma unroll
+    for (int r = threadIdx.x / 8; r < LEAF; r += THREADS / 8) {
+      const bf16* key = key_of(r);
+      copy_row<WIDTH, KEY_WIDTH>(stage + r * STRIDE, key, anywhere);
+      if (APART)
+        copy_row<16 * VALUE_TILES, VALUE_WIDTH>(stage + LEAF * STRIDE + r * VALUE_STRIDE,
+                                                key ? key + value_offset : nullptr, anywhere);
+    }
+    cp_async_commit();
+  }
+
+  // Scores of 16 keys and OWN column tiles, from `first` on: rows g and g + 8, columns 2t, 2t + 1.
+  DEVICE_METHOD void scores(const unsigned char* keys, int first, float (&even)[OWN][4]) {
+    float odd[OWN][4] = {};
+    const unsigned char* a = keys + (warp % KEY_TILES * 16 + lane % 16) * STRIDE + lane / 16 * 16;
+    const unsigned char* b = queries + (first * 8 + lane % 8) * STRIDE + lane / 8 * 16;
+#pragma unroll 3
+    for (int k = 0; k < WIDTH / 32; k++) {
+      u32 low[4], high[4];
+      ldmatrix_x4(low, a + 64 * k);
+      ldmatrix_x4(high, a + 64 * k + 32);
+#pragma unroll
+      for (int n = 0; n < OWN; n++) {
+        if (first + n >= tiles) break;
+        u32 q[4];
+        ldmatrix_x4(q, b + n * 8 * STRIDE + 64 * k);
+        mma_bf16(even[n], low, q[0], q[1]);
+        mma_bf16(odd[n], high, q[2], q[3]);
+      }
+    }
+    if (WIDTH % 32) {
+      u32 low[4];
+      ldmatrix_x4(low, a + WIDTH / 32 * 64);
+#pragma unroll
+      for (int n = 0; n < OWN; n++) {
+        if (first + n >= tiles) break;
+        u32 q[2];
+        ldmatrix_x2(q, queries + ((first + n) * 8 + lane % 8) * STRIDE + lane / 8 % 2 * 16 +
+                           WIDTH / 32 * 64);
+        mma_bf16(even[n], low, q[0], q[1]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < OWN; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) even[n][i] = __fadd_rn(even[n][i], odd[n][i]);
+  }
+
+  // The largest score of 16 keys to `maxima`, for every column.
+  DEVICE_METHOD void put_maxima(const float (&s)[OWN][4], int first) {
+#pragma unroll
+    for (int n = 0; n < OWN; n++) {
+      if (first + n >= tiles) break;
+      float low = fmaxf(s[n][0], s[n][2]), high = fmaxf(s[n][1], s[n][3]);
+#pragma unroll
+      for (int d = 4; d < 32; d <<= 1) {
+        low = fmaxf(low, __shfl_xor_sync(ALL, low, d));
+        high = fmaxf(high, __shfl_xor_sync(ALL, high, d));
+      }
+      if (g == 0)
+        *(float2*)(maxima + warp % KEY_TILES * COLUMNS + (first + n) * 8 + 2 * t) =
+            float2{low, high};
+    }
+  }
+
+  DEVICE_METHOD float maximum_of(int column) const {
+    float maximum = maxima[column];
+#pragma unroll
+    for (int k = 1; k < KEY_TILES; k++) maximum = fmaxf(maximum, maxima[k * COLUMNS + column]);
+    return ceilf(maximum);
+  }
+
+  // Rounded P to shared memory, and the sum over 16 keys to `sums`.
+  DEVICE_METHOD void put_p(const float (&s)[OWN][4], int first, unsigned char* to) {
+#pragma unroll
+    for (int n = 0; n < OWN; n++) {
+      if (first + n >= tiles) break;
+      const int column = (first + n) * 8 + 2 * t, key = warp % KEY_TILES * 16 + g;
+      float sum[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float maximum = maximum_of(column + i);
+        const float base = maximum == minus_infinity() ? 0.0f : maximum;
+        bf16* row = (bf16*)(to + (column + i) * P_STRIDE) + key;
+        bf16 low, high;
+        store(&low, exp2_approx(__fsub_rn(s[n][i], base)));
+        store(&high, exp2_approx(__fsub_rn(s[n][2 + i], base)));
+        row[0] = low, row[8] = high;
+        sum[i] = __fadd_rn(to_float(low), to_float(high));
+#pragma unroll
+        for (int d = 4; d < 32; d <<= 1)
+          sum[i] = __fadd_rn(sum[i], __shfl_xor_sync(ALL, sum[i], d));
+      }
+      if (g == 0)
+        *(float2*)(sums + warp % KEY_TILES * COLUMNS + column) = float2{sum[0], sum[1]};
+    }
+  }
+
+  // folded = P V of this leaf, joined.
+  DEVICE_METHOD void add_values(const unsigned char* values, const unsigned char* from) {
+    const unsigned char* a = values + (lane % 8 + lane / 16 * 8) * VALUE_STRIDE + lane / 8 % 2 * 16;
+    const unsigned char* b = from + lane % 8 * P_STRIDE + lane / 8 * 16;
+#pragma unroll
+    for (int m0 = 0; m0 < DIMS; m0 += AT_ONCE) {
+      const int dim = warp * DIMS + m0;
+      const int dims = min(min(AT_ONCE, DIMS - m0), VALUE_TILES - dim);
+      if (dims <= 0) break;
+      float sum[AT_ONCE][NT][4] = {};
+#pragma unroll
+      for (int k = 0; k < KEY_TILES; k += 2) {
+        u32 v[2][AT_ONCE][4];
+#pragma unroll
+        for (int i = 0; i < 2 && k + i < KEY_TILES; i++)
+#pragma unroll
+          for (int m = 0; m < AT_ONCE; m++)
+            if (m < dims)
+              ldmatrix_x4_trans(v[i][m], a + (k + i) * 16 * VALUE_STRIDE + (dim + m) * 32);
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+          if (n >= tiles) break;
+          u32 q[4] = {};
+          if constexpr (KEY_TILES == 1) {
+            u32 pair[2];
+            ldmatrix_x2(pair, from + (n * 8 + lane % 8) * P_STRIDE + lane / 8 % 2 * 16);
+            q[0] = pair[0], q[1] = pair[1];
+          } else {
+            ldmatrix_x4(q, b + n * 8 * P_STRIDE + k * 32);
+          }
+#pragma unroll
+          for (int m = 0; m < AT_ONCE; m++) {
+            if (m >= dims) break;
+            mma_bf16(sum[m][n], v[0][m], q[0], q[1]);
+            if (KEY_TILES > 1) mma_bf16(sum[m][n], v[1][m], q[2], q[3]);
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        if (n >= tiles) break;
+        const float4 f = *(const float4*)(factors + n * 8 + 2 * t);
+#pragma unroll
+        for (int m = 0; m < AT_ONCE; m++) {
+          if (m0 + m >= DIMS) break;
+          float(&to)[4] = folded[m0 + m][n];
+          to[0] = __fmaf_rn(sum[m][n][0], f.y, __fmul_rn(to[0], f.x));
+          to[1] = __fmaf_rn(sum[m][n][1], f.w, __fmul_rn(to[1], f.z));
+          to[2] = __fmaf_rn(sum[m][n][2], f.y, __fmul_rn(to[2], f.x));
+          to[3] = __fmaf_rn(sum[m][n][3], f.w, __fmul_rn(to[3], f.z));
+        }
+      }
+    }
+  }
+
+  // One leaf, which lies in `stage` for all threads. seen(slot, column): whether it counts.
+  template <class Seen>
+  DEVICE_METHOD void add(unsigned char* stage, float factor, const Seen& seen) {
+    const int first = warp / KEY_TILES * OWN, slot = warp % KEY_TILES * 16 + g;
+    float s[OWN][4] = {};
+    if (first < tiles) {
+      scores(stage, first, s);
+#pragma unroll
+      for (int n = 0; n < OWN; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          s[n][i] = seen(slot + i / 2 * 8, (first + n) * 8 + 2 * t + i % 2)
+                        ? __fmul_rn(s[n][i], factor)
+                        : minus_infinity();
+      put_maxima(s, first);
+    }
+    __syncthreads();  // maxima of all keys are there; no score is taken from this leaf any more
+    unsigned char* to = P_IN_KEYS ? stage + 32 * VALUE_TILES : p;
+    if (first < tiles) put_p(s, first, to);
+    float now = 0.0f, old = 0.0f;
+    if (threadIdx.x < 8 * tiles) {
+      const float maximum = maximum_of(threadIdx.x), most = fmaxf(top, maximum);
+      old = power_of_two(top, most), now = power_of_two(maximum, most), top = most;
+      factors[threadIdx.x] = float2{old, now};
+    }
+    __syncthreads();  // P, its sums and the factors are there
+    if (threadIdx.x < 8 * tiles) {
+      float sum[KEY_TILES];
+#pragma unroll
+      for (int k = 0; k < KEY_TILES; k++) sum[k] = sums[k * COLUMNS + threadIdx.x];
+#pragma unroll
+      for (int d = 1; d < KEY_TILES; d <<= 1)
+#pragma unroll
+        for (int k = 0; k + d < KEY_TILES; k += 2 * d) sum[k] = __fadd_rn(sum[k], sum[k + d]);
+      total = __fmaf_rn(sum[0], now, __fmul_rn(total, old));
+    }
+    add_values(APART ? stage + LEAF * STRIDE : stage, to);
+  }
+
+  // tile_of(n): where column tile n stands among all.
+  template <class TileOf>
+  DEVICE_METHOD void put(float4* parts, float4* values, const TileOf& tile_of) const {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      if (n >= tiles) break;
+      float4* to = values + ((i64)tile_of(n) * VALUE_TILES + warp * DIMS) * 32 + lane;
+#pragma unroll
+      for (int m = 0; m < DIMS; m++)
+        if (warp * DIMS + m < VALUE_TILES)
+          to[m * 32] = float4{folded[m][n][0], folded[m][n][1], folded[m][n][2], folded[m][n][3]};
+    }
+    if (threadIdx.x < 8 * tiles) {
+      const int c = threadIdx.x % 8;
+      float* to = (float*)(parts + (i64)tile_of(threadIdx.x / 8) * 4 + c / 2) + c % 2;
+      to[0] = top, to[2] = total;
+    }
+  }
+};
+
+// Parts of spans of absorbed latent attention, in the order of attention_work. grid: any; block THREADS.
+// Keys and q are 16-byte aligned. parts: maxima (log2) of columns 2t, 2t + 1, then their sums. The
+// first units are read, and their committed keys fetched, while the kernel in front still runs: it
+// must be none that wrote them.
+template <int NT>
+DEVICE void latent_spans_mma(const bf16* q, const bf16* pages, const bf16* fresh, const int* tables,
+                             const int* ancestors, const int4* units, float4* parts,
+                             float4* values, int H, int max_pages, int depth, int all_tiles,
+                             int stages, float factor) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  Leaves<NT> s(memory);
+  const int row_tiles = (H + 7) / 8;  // of one row; H is its heads
+  grid_dependency_launch();
+  bool waited = false;
+  for (int u = blockIdx.x;; u += gridDim.x) {
+    const int4 unit = units[2 * u], of = units[2 * u + 1];
+    const int row = unit.x >> 8, rows = unit.x & 255, part = unit.y >> 20, begin = unit.z;
+    if (!rows) break;
+    const int heads = min(NT, row_tiles - part * NT);  // head tiles of a row here
+    const int length = of.x, position = of.y;
+    const int* path = ancestors + (i64)row * depth;
+    auto load = [&](int leaf, unsigned char* stage) {
+      const int page = leaf == begin               ? of.w
+                       : leaf * LEAF < length ? tables[(i64)of.z * max_pages + leaf]
+                                                   : -1;
+      s.load(stage, q, 0, [&](int slot) -> const bf16* {
+        const int at = leaf * LEAF + slot;
+        if (at < length) return pages + ((i64)page * LEAF + slot) * KEY_WIDTH;
+        return at <= position ? fresh + (i64)path[at - length] * KEY_WIDTH : nullptr;
+      });
+    };
+    const bool committed = (begin + 1) * LEAF <= length;
+    if (committed) load(begin, s.stages);
+    if (!waited) grid_dependency_wait();
+    waited = true;
+    if (!committed) load(begin, s.stages);
+    s.begin(rows * heads, q, [&](int column) -> const bf16* {
+      const int n = column / 8, head = (part * NT + n % heads) * 8 + column % 8;
+      return head < H ? q + ((i64)(row + n / heads) * H + head) * KEY_WIDTH : nullptr;
+    });
+    cp_async_commit();
+    for (int leaf = begin; leaf < unit.w; leaf++) {
+      const int stage = stages == 2 ? (leaf - begin) % 2 : 0;
+      cp_async_wait<0>();
+      __syncthreads();  // the leaf has arrived; the one before has been read
+      if (stages == 2 && leaf + 1 < unit.w) load(leaf + 1, s.stages + (1 - stage) * STAGE);
+      s.add(s.stages + stage * STAGE, factor,
+            [&](int slot, int) { return leaf * LEAF + slot <= position; });
+      if (stages == 1 && leaf + 1 < unit.w) {
+        __syncthreads();  // the leaf has been read before the next is copied over it
+        load(leaf + 1, s.stages);
+      }
+    }
+    const int slot = unit.y & 0xfffff;
+    s.put(parts, values, [&](int n) {
+      return slot * all_tiles + (row + n / heads) * row_tiles + part * NT + n % heads;
+    });
+    __syncthreads();  // all is read before the next unit's copies
+  }
+  if (!waited) grid_dependency_wait();
+}
+
+#define LATENT_SPANS(NT, RESIDENT)                                                                 \
+  extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) latent_spans_mma_##NT(           \
+      const bf16* q /* [n, H, KEY_WIDTH] */, const bf16* pages /* [.., LEAF, KEY_WIDTH] */,        \
+      const bf16* fresh /* [T, KEY_WIDTH] */, const int* tables, const int* ancestors /* [n, depth] */, \
+      const int4* units, float4* parts /* [slots, all_tiles, 4] */,                                \
+      float4* values /* [slots, all_tiles, VALUE_TILES, 32] */, int H, int max_pages, int depth,   \
+      int all_tiles, int stages, float factor) {                                                   \
+    latent_spans_mma<NT>(q, pages, fresh, tables, ancestors, units, parts, values, H, max_pages,   \
+                         depth, all_tiles, stages, factor);                                        \
+  }
+#if !APART
+LATENT_SPANS(1, 2)
+LATENT_SPANS(2, 2)
+LATENT_SPANS(4, 2)
+LATENT_SPANS(8, 1)
+#endif
+
+// A part of softmax of this lane: value at dims g, g + 8 and columns 2t, 2t + 1; m: maxima, sums.
+struct Part {
+  float4 v, m;
+};
+
+DEVICE Part no_part() {
+  return Part{float4{0, 0, 0, 0}, float4{minus_infinity(), minus_infinity(), 0, 0}};
+}
+
+DEVICE void join(Part& a, const Part& b) {
+  const float x = fmaxf(a.m.x, b.m.x), y = fmaxf(a.m.y, b.m.y);
+  const float old_x = power_of_two(a.m.x, x), now_x = power_of_two(b.m.x, x);
+  const float old_y = power_of_two(a.m.y, y), now_y = power_of_two(b.m.y, y);
+  a.v.x = __fmaf_rn(b.v.x, now_x, __fmul_rn(a.v.x, old_x));
+  a.v.y = __fmaf_rn(b.v.y, now_y, __fmul_rn(a.v.y, old_y));
+  a.v.z = __fmaf_rn(b.v.z, now_x, __fmul_rn(a.v.z, old_x));
+  a.v.w = __fmaf_rn(b.v.w, now_y, __fmul_rn(a.v.w, old_y));
+  a.m.z = __fmaf_rn(b.m.z, now_x, __fmul_rn(a.m.z, old_x));
+  a.m.w = __fmaf_rn(b.m.w, now_y, __fmul_rn(a.m.w, old_y));
+  a.m.x = x, a.m.y = y;
+}
+
+// All parts of one column tile and one value tile, folded inside spans, then over spans. begin(span) is
+// the first part of a span. `split` warps share the spans out and meet in `shared` [WARPS, MEET, 32];
+// the first of them returns the whole. All threads of the block call.
+constexpr int MEET = 4;  // spans of a warp between two meetings
+template <class Begin>
+DEVICE Part fold_parts(const float4* parts, i64 part_stride, const float4* values, i64 stride,
+                       int spans, int split, Part* shared, const Begin& begin) {
+  constexpr int AHEAD = 8;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, turn = warp % split;
+  const int each = split == 1 ? spans : min(MEET, (spans + split - 1) / split);
+  Part all = no_part();
+  for (int round = 0; round < spans; round += each * split) {
+    int span = min(spans, round + turn * each), next = begin(span + 1);
+    const int start = begin(span), end = begin(min(spans, span + each));
+    Part* mine = shared + warp * MEET * 32 + lane;
+    Part sum = no_part();
+    auto end_span = [&] {
+      if (split == 1) join(all, sum);
+      else *mine = sum, mine += 32;
+    };
+    for (int k = start; k < end; k += AHEAD) {
+      Part loaded[AHEAD];
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++)
+        if (k + i < end) {
+          loaded[i].v = values[(k + i) * stride + lane];
+          loaded[i].m = parts[(k + i) * part_stride + lane % 4];
+        }
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        if (k + i >= end) break;
+        if (k + i == next) end_span(), sum = no_part(), next = begin(++span + 1);
+        join(sum, loaded[i]);
+      }
+    }
+    if (start < end) end_span();
+    if (split == 1) break;
+    __syncthreads();  // every warp's spans are there
+    if (turn == 0)
+      for (int i = 0; i < min(spans - round, each * split); i++)
+        join(all, shared[((warp + i / each) * MEET + i % each) * 32 + lane]);
+    __syncthreads();  // all are read before the next ones are put there
+  }
+  return all;
+}
+
+// Columns 2t, 2t + 1 of the folded part, divided by their sums. out_of(column): a row of out, or null.
+template <class OutOf>
+DEVICE void put_row(const Part& all, int tile, bool empty, const OutOf& out_of) {
+  const int lane = threadIdx.x & 31, t = lane % 4, dim = tile * 16 + lane / 4;
+  const float values[2][2] = {{all.v.x, all.v.z}, {all.v.y, all.v.w}}, sums[2] = {all.m.z, all.m.w};
+#pragma unroll
+  for (int c = 0; c < 2; c++) {
+    bf16* out = out_of(2 * t + c);
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      if (out && dim + 8 * i < VALUE_WIDTH)
+        store(out + dim + 8 * i, empty ? 0.0f : __fdiv_rn(values[c][i], sums[c]));
+  }
+}
+
+#if !APART
+// out = folded value / folded sum, rounded. grid (ceil(VALUE_TILES * split / WARPS), all_tiles); shared
+// for split > 1: WARPS * MEET * 1024 bytes.
+KERNEL latent_fold_mma(const float4* parts,   // [slots, all_tiles, 4]
+                       const float4* values,  // [slots, all_tiles, VALUE_TILES, 32]
+                       const int4* rows,      // [n] of attention_work; a filler row becomes zero
+                       bf16* out,             // [n, H, VALUE_WIDTH]
+                       int H, int all_tiles, int split) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  const int tile = (blockIdx.x * WARPS + threadIdx.x / 32) / split, row_tiles = (H + 7) / 8;
+  const int row = blockIdx.y / row_tiles, head = blockIdx.y % row_tiles * 8;
+  grid_dependency_launch();
+  const int4 of = rows[row];
+  const int own = of.x, leaves = of.z, units = of.z ? (own + of.y - 1) / of.y : 0;
+  const i64 at = (i64)blockIdx.y * VALUE_TILES + min(tile, VALUE_TILES - 1);
+  grid_dependency_wait();
+  const Part all = fold_parts(
+      parts + (i64)blockIdx.y * 4, (i64)all_tiles * 4, values + at * 32,
+      (i64)all_tiles * VALUE_TILES * 32, (leaves + SPAN - 1) / SPAN, split, (Part*)memory,
+      [&](int span) {
+        return min(units, span * (SPAN / of.y)) + max(0, min(leaves, span * SPAN) - own);
+      });
+  if (tile >= VALUE_TILES || threadIdx.x / 32 % split) return;
+  put_row(all, tile, leaves == 0, [&](int column) {
+    return head + column < H ? out + ((i64)row * H + head + column) * VALUE_WIDTH : nullptr;
+  });
+}
+#endif
+
+#if APART
+// The drafter's blocks: n rows each, which all see the context (inside the window) and the block. Unit:
+// some leaves for some columns of one block and one key head; columns go by row, then query head.
+struct Blocks {
+  const int* lengths;  // [B] context entries
+  int B, n, H, KV, window;
+  int parts;   // of the columns of a block and key head, NT tiles each
+  int blocks;  // units that run at once
+  int slots;   // parts of a span's leaves for one column, at most
+
+  DEVICE_METHOD int group() const { return H / KV; }
+  DEVICE_METHOD int column_tiles() const { return (n * group() + 7) / 8; }
+  DEVICE_METHOD int first_leaf(int b) const {
+    return window && lengths[b] ? max(0, lengths[b] - window + 1) / LEAF : 0;
+  }
+  DEVICE_METHOD int own_leaf(int b) const { return (lengths[b] + LEAF - 1) / LEAF; }  // behind the context
+  DEVICE_METHOD int units(int b, int each) const {
+    return own_leaf(b) / each - first_leaf(b) / each + 1;
+  }
+  // Leaves of a unit, a divisor of SPAN: see attention_work.
+  DEVICE_METHOD int leaves_of_unit() const {
+    for (int each = 1; each < SPAN; each++) {
+      if (SPAN % each) continue;
+      i64 all = 0;
+      int most = 0;
+      for (int b = 0; b < B; b++) all += units(b, each), most = max(most, units(b, each));
+      if (all * KV * parts <= blocks && most <= slots) return each;
+    }
+    return SPAN;
+  }
+};
+
+// grid: any. Keys, values and q are 16-byte aligned.
+template <int NT>
+DEVICE void block_spans_mma(const bf16* q, const bf16* kv, const bf16* pages, const int* tables,
+                            float4* parts, float4* values, const Blocks& of, int max_pages,
+                            float factor) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  Leaves<NT> s(memory);
+  grid_dependency_launch();
+  grid_dependency_wait();
+  const int each = of.leaves_of_unit(), group = of.group(), tiles = of.column_tiles();
+  const int n = of.n, together = of.KV * of.parts, entry = 2 * of.KV * KEY_WIDTH;
+  int b = 0, before = 0;  // units in front of block b
+  for (int u = blockIdx.x;; u += gridDim.x) {
+    while (b < of.B && u >= before + of.units(b, each) * together)
+      before += of.units(b, each) * together, b++;
+    if (b == of.B) break;
+    const int slot = (u - before) / together, head = (u - before) % together / of.parts;
+    const int tile = (u - before) % of.parts * NT, length = of.lengths[b], own = of.own_leaf(b);
+    const int unit = of.first_leaf(b) / each + slot;
+    const int begin = max(of.first_leaf(b), unit * each), end = min(own + 1, unit * each + each);
+    const bf16* rows = kv + (i64)b * n * entry + head * KEY_WIDTH;
+    auto load = [&](int leaf) {
+      const int page = leaf == own ? -1 : tables[(i64)b * max_pages + leaf];
+      s.load(s.stages, q, of.KV * KEY_WIDTH, [&](int key) -> const bf16* {
+        if (leaf == own) return key < n ? rows + (i64)key * entry : nullptr;
+        if (leaf * LEAF + key >= length) return nullptr;
+        return pages + ((i64)page * LEAF + key) * entry + head * KEY_WIDTH;
+      });
+    };
+    load(begin);
+    s.begin(min(NT, tiles - tile), q, [&](int column) -> const bf16* {
+      const int c = tile * 8 + column;
+      if (c >= n * group) return nullptr;
+      return q + (((i64)b * n + c / group) * of.H + head * group + c % group) * KEY_WIDTH;
+    });
+    cp_async_commit();
+    for (int leaf = begin; leaf < end; leaf++) {
+      cp_async_wait<0>();
+      __syncthreads();  // the leaf has arrived
+      s.add(s.stages, factor, [&](int key, int column) {
+        if (leaf == own) return key < n;
+        const int at = leaf * LEAF + key, position = length + (tile * 8 + column) / group;
+        return at < length && (!of.window || position - at < of.window);
+      });
+      __syncthreads();  // the leaf has been read before the next is copied over it
+      if (leaf + 1 < end) load(leaf + 1);
+    }
+    const int all_tiles = of.B * of.KV * tiles, first = (b * of.KV + head) * tiles + tile;
+    s.put(parts, values, [&](int column) { return slot * all_tiles + first + column; });
+  }
+}
+
+#define BLOCK_SPANS(NT, RESIDENT)                                                                  \
+  extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) block_spans_mma_##NT(            \
+      const bf16* q /* [B * n, H, d] */, const bf16* kv /* [B * n, 2, KV, d] */,                   \
+      const bf16* pages /* [.., LEAF, 2, KV, d] */, const int* lengths /* [B] */,                  \
+      const int* tables /* [B, max_pages] */, float4* parts /* [slots, all_tiles, 4] */,           \
+      float4* values /* [slots, all_tiles, VALUE_TILES, 32] */, int B, int n, int H, int KV,       \
+      int window, int column_parts, int blocks, int slots, int max_pages, float factor) {          \
+    const Blocks of = {lengths, B, n, H, KV, window, column_parts, blocks, slots};                 \
+    block_spans_mma<NT>(q, kv, pages, tables, parts, values, of, max_pages, factor);               \
+  }
+BLOCK_SPANS(1, 2)
+BLOCK_SPANS(2, 2)
+BLOCK_SPANS(4, 2)
+BLOCK_SPANS(8, 1)
+
+// As latent_fold_mma; all_tiles: ceil(n * group / 8) for every block and key head.
+KERNEL block_fold_mma(const float4* parts, const float4* values, const int* lengths,
+                      bf16* out,  // [B * n, H, d]
+                      int B, int n, int H, int KV, int window, int column_parts, int blocks,
+                      int slots, int split) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  const Blocks of = {lengths, B, n, H, KV, window, column_parts, blocks, slots};
+  const int tile = (blockIdx.x * WARPS + threadIdx.x / 32) / split, tiles = of.column_tiles();
+  const int b = blockIdx.y / tiles / KV, head = blockIdx.y / tiles % KV, group = of.group();
+  const i64 all_tiles = (i64)B * KV * tiles;
+  const i64 at = (i64)blockIdx.y * VALUE_TILES + min(tile, VALUE_TILES - 1);
+  grid_dependency_launch();
+  grid_dependency_wait();
+  const int each = of.leaves_of_unit(), first = of.first_leaf(b), units = of.units(b, each);
+  const int spans = of.own_leaf(b) / SPAN - first / SPAN + 1;
+  const Part all = fold_parts(
+      parts + (i64)blockIdx.y * 4, all_tiles * 4, values + at * 32, all_tiles * VALUE_TILES * 32,
+      spans, split, (Part*)memory, [&](int span) {
+        return max(0, min(units, (first / SPAN + span) * (SPAN / each) - first / each));
+      });
+  if (tile >= VALUE_TILES || threadIdx.x / 32 % split) return;
+  put_row(all, tile, false, [&](int column) -> bf16* {
+    const int c = blockIdx.y % tiles * 8 + column;
+    if (c >= n * group) return nullptr;
+    return out + (((i64)b * n + c / group) * H + head * group + c % group) * VALUE_WIDTH;
+  });
+}
+#endif
