@@ -49,9 +49,9 @@ DEVICE int block_before(int value, int* shared) {
 
 // What latent_spans_mma works through, in units: some rows of one sequence over some leaves. Up to
 // `together` adjacent rows share the leaves in which they see the same keys in all slots: committed
-// ones and those of common ancestors. The few leaves behind them are a unit of one row each. A unit of
-// shared leaves has `each` of them, as many (a divisor of SPAN) as make the units no more than
-// `blocks` and a row's parts no more than `slots`, else SPAN.
+// ones and those of common ancestors. The few leaves behind them are a unit of one row each. A unit has
+// one shared leaf if the units are then no more than `blocks` and a row's parts no more than `slots`;
+// else a whole span of them (half a span would change the order of its sum).
 //
 // One block; shared 16 n bytes. Rows of a sequence are adjacent; rows [first, first + n) are planned.
 KERNEL attention_work(const int* positions,  // [T]
@@ -116,12 +116,12 @@ KERNEL attention_work(const int* positions,  // [T]
   auto add = [](int a, int b) { return a + b; };
   auto larger = [](int a, int b) { return max(a, b); };
   int each = 1, of_groups, of_rows, most;
-  for (;; each++) {
-    if (SPAN % each) continue;
+  count(each, of_groups, of_rows, most);
+  const int all = block_join(of_groups + of_rows, between, add);
+  most = block_join(most, between, larger);
+  if ((i64)all * head_parts > blocks || most > slots) {
+    each = SPAN;
     count(each, of_groups, of_rows, most);
-    const int all = block_join(of_groups + of_rows, between, add);
-    most = block_join(most, between, larger);
-    if (each == SPAN || ((i64)all * head_parts <= blocks && most <= slots)) break;
   }
   const int groups = block_join(of_groups, between, add);
   const int total = groups + block_join(of_rows, between, add);
@@ -682,16 +682,12 @@ struct Blocks {
   DEVICE_METHOD int units(int b, int each) const {
     return own_leaf(b) / each - first_leaf(b) / each + 1;
   }
-  // Leaves of a unit, a divisor of SPAN: see attention_work.
+  // Leaves of a unit, 1 or SPAN: see attention_work.
   DEVICE_METHOD int leaves_of_unit() const {
-    for (int each = 1; each < SPAN; each++) {
-      if (SPAN % each) continue;
-      i64 all = 0;
-      int most = 0;
-      for (int b = 0; b < B; b++) all += units(b, each), most = max(most, units(b, each));
-      if (all * KV * parts <= blocks && most <= slots) return each;
-    }
-    return SPAN;
+    i64 all = 0;
+    int most = 0;
+    for (int b = 0; b < B; b++) all += units(b, 1), most = max(most, units(b, 1));
+    return all * KV * parts <= blocks && most <= slots ? 1 : SPAN;
   }
 };
 
