@@ -3,6 +3,7 @@
     python bench.py speed                      # modes in turns on this machine
     python bench.py acceptance --prompts 100   # tokens per verify step, and equal bits
     python bench.py ops                        # operations at K2.6's shapes, on an NVIDIA GPU
+    python bench.py reduce --tp 2              # sums across GPUs, by every way
 
 Stands on the engine as a user does; the engine never imports it.
 """
@@ -37,7 +38,7 @@ PROMPT = "import os\n\n\nclass Cache:\n    def __init__(self, size):\n"
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("what", choices=("speed", "acceptance", "ops"))
+    add("what", choices=("speed", "acceptance", "ops", "reduce"))
     add("--config", default="nano.yaml")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--max-tokens", type=int, default=96)
@@ -50,13 +51,14 @@ def main(argv: list[str] | None = None) -> int:
     add("--seeds", type=int, default=1, help="of acceptance, for each sampled prompt")
     add("--batch", type=int, default=8, help="of acceptance: sequences decoded together")
     add("--op", nargs="+", help="of ops: only those whose name has one of these words")
-    add("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128], help="of ops: T")
+    add("--rows", type=int, nargs="+", help="of ops and reduce: T")
+    add("--tp", type=int, choices=(2, 4, 8), default=2, help="of reduce: GPUs")
     add("--skew", action="store_true", help="of ops: 64 rows also over few experts")
     arguments = parser.parse_args(argv)
-    measure = {"speed": speed, "acceptance": acceptance, "ops": operations}[arguments.what]
+    measure = {"speed": speed, "acceptance": acceptance, "ops": operations, "reduce": sums}
     try:
         check(arguments)
-        rows = measure(arguments)
+        rows = measure[arguments.what](arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -95,7 +97,14 @@ def operations(arguments) -> list[dict]:
         raise UserError(
             "ops: times kernels and needs an NVIDIA GPU; none can be used here"
         ) from None
-    return bench_kernels.table(arguments.op, arguments.rows, arguments.skew)
+    rows = arguments.rows or (1, 2, 4, 8, 16, 32, 64, 128)
+    return bench_kernels.table(arguments.op, rows, arguments.skew)
+
+
+def sums(arguments) -> list[dict]:
+    import bench_reduce  # needs GPUs: only when asked for
+
+    return bench_reduce.table(arguments.tp, arguments.rows or (1, 8, 16, 32, 64))
 
 
 def progress(work, name: str):

@@ -289,7 +289,7 @@ class Engine:
             return
         if comm.rank == 0:
             comm.broadcast(Build(self.settings, self.ops.name, self.debug_kernels))
-        self.comm = self.ops.comm = parallel.on_device(comm, self.ops.name)
+        self.comm = self.ops.comm = parallel.on_device(comm, self.ops)
 
     def order(self, method: str, *arguments) -> None:
         """On rank 0: the other ranks make this call too."""

@@ -15,9 +15,11 @@ from __future__ import annotations
 import copy
 import ctypes
 import math
+import mmap
 import os
 import re
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +33,13 @@ import sampling
 from config import DeviceFault, UserError
 from reference import DraftRows, Int4Weight
 
-FILES = ("kernels.cu", "kernels_decode.cu", "kernels_gemm.cu", "kernels_attention.cu")
+FILES = (
+    "kernels.cu",
+    "kernels_decode.cu",
+    "kernels_gemm.cu",
+    "kernels_attention.cu",
+    "kernels_peer.cu",
+)
 HERE = Path(__file__).resolve().parent
 OPTIONS = ("-std=c++17", "--fmad=false")  # no contraction: it changes bits between kernels (R5)
 THREADS = 256  # of every block
@@ -39,6 +47,10 @@ ROWS = 8  # rows of x that a warp takes together
 WARPS = THREADS // 32
 HEADS = 4  # heads of one row that an attention block takes together
 SHARED_DEFAULT = 48 * 1024  # dynamic shared bytes that a kernel has without asking
+# Values of a sum across ranks: what a rank sends to all others together in one shot, up to where
+# that is faster and at most; a sum in two shots.
+ONE_SHOT, MOST_IN_ONE_SHOT, MOST_IN_TWO_SHOTS = 1 << 17, 1 << 19, 1 << 20
+MAX_PEER_BLOCKS = 256  # grid of sums across ranks: flags are laid out for so many
 MAX_SPAN_BLOCKS = 64  # grid of the span loop; a block takes every so-many-th span
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT32 = np.dtype(np.float32)
@@ -342,6 +354,32 @@ class CudaLauncher:
     def address(self, array) -> int:
         return array.data.ptr
 
+    def share(self, size: int):
+        """Zeroed memory that other processes of this host can write: (uint8 array, its handle)."""
+        memory = self.xp.cuda.Memory(size)  # an allocation of its own: a handle stands for a whole
+        array = self.xp.ndarray(size, np.uint8, self.xp.cuda.MemoryPointer(memory, 0))
+        array.fill(0)
+        self.synchronize()
+        return array, self.xp.cuda.runtime.ipcGetMemHandle(memory.ptr)
+
+    def map(self, handle) -> int:
+        """The address here of what another process has shared. It stays until this process ends."""
+        runtime = self.xp.cuda.runtime
+        return runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)
+
+    def write(self, address: int, data: np.ndarray) -> None:
+        """Host data to any address of the device's, mapped ones too."""
+        runtime = self.xp.cuda.runtime
+        runtime.memcpy(address, data.ctypes.data, data.nbytes, runtime.memcpyDefault)
+
+    def word(self):
+        """A zeroed uint64 [1] that kernels write and the host reads at any time: both's arrays."""
+        pinned = self.xp.cuda.alloc_pinned_memory(8)
+        host = np.frombuffer(pinned, np.uint64, 1)
+        host[...] = 0
+        memory = self.xp.cuda.UnownedMemory(pinned.ptr, 8, pinned, self.xp.cuda.Device().id)
+        return self.xp.ndarray(1, np.uint64, self.xp.cuda.MemoryPointer(memory, 0)), host
+
     def free_bytes(self) -> int:
         return self.xp.cuda.runtime.memGetInfo()[0]
 
@@ -377,6 +415,7 @@ class EmulatorLauncher:
         from tests.emulator import emulator  # host compiler needed: only when asked for
 
         self.emulator, self.build = emulator, dict(checked=checked, coverage=coverage)
+        self.mapped: list[np.ndarray] = []  # of other processes
         self.faults = (emulator.EmulatorError,)
         self.limits = Limits("host", "emulator", shared_bytes=101_376, processors=1)
 
@@ -419,6 +458,31 @@ class EmulatorLauncher:
 
     def address(self, array: np.ndarray) -> int:
         return array.ctypes.data
+
+    def share(self, size: int):
+        """See CudaLauncher.share."""
+        descriptor = os.memfd_create("kdtree", os.MFD_CLOEXEC)
+        os.truncate(descriptor, size)
+        array = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+        weakref.finalize(array, os.close, descriptor)
+        return array, (f"/proc/{os.getpid()}/fd/{descriptor}", size)
+
+    def map(self, handle) -> int:
+        """See CudaLauncher.map."""
+        path, size = handle
+        with open(path, "r+b") as file:
+            array = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
+        self.mapped.append(array)
+        return self.address(array)
+
+    def write(self, address: int, data: np.ndarray) -> None:
+        """See CudaLauncher.write."""
+        ctypes.memmove(address, data.ctypes.data, data.nbytes)
+
+    def word(self):
+        """See CudaLauncher.word."""
+        both = np.zeros(1, np.uint64)
+        return both, both
 
     def free_bytes(self) -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -542,6 +606,50 @@ class AttentionPlan:
     leaf: int
     reach: int
     work: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Mailbox:
+    """What a rank's part of push_sum and push_sum_slices needs; kernels_peer.cu says how they meet.
+
+    lines     uint64 [ranks], where each rank's area for sums in one shot is, in this process
+    slices    the same of its area for sums in two shots
+    turns     uint32 [2, 2], of each kind: the number of the next turn, blocks that have come (0)
+    late      uint64 [1] of the host's: the ranks that have not come, when a kernel has failed
+    said      `late` as the host reads it
+    blocks    grids have no more, on any rank
+    patience  nanoseconds
+    """
+
+    rank: int
+    size: int
+    lines: object
+    slices: object
+    turns: object
+    late: object
+    said: np.ndarray
+    blocks: int
+    patience: int
+
+    @property
+    def short(self) -> int:
+        """Up to so many values one shot is faster."""
+        return _share_of(ONE_SHOT, self.size)
+
+
+def _share_of(values: int, size: int) -> int:
+    """Of values that a rank sends to the others together, what each gets."""
+    return values // (size - 1) // 32 * 32
+
+
+def _flag_bytes(size: int) -> int:
+    return 2 * 2 * size * 4 * MAX_PEER_BLOCKS
+
+
+def mailbox_bytes(size: int) -> tuple[int, int]:
+    """Of a rank's two areas, among `size`: lines of 8 bytes a value; flags and values."""
+    lines = 2 * size * 8 * _share_of(MOST_IN_ONE_SHOT, size)
+    return lines, _flag_bytes(size) + 2 * 2 * 4 * MOST_IN_TWO_SHOTS
 
 
 @dataclass(frozen=True)
@@ -1207,6 +1315,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         self._modules: dict[tuple, object] = {}
         self._counted: dict[int, object] = {}
         self.listener: Callable[[Launch], None] | None = None
+        self.mail: Mailbox | None = None
 
     def alone(self) -> CudaOps:
         """The same operations for what every rank holds whole: nothing is joined across ranks."""
@@ -1273,6 +1382,10 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
 
     def fault(self, error: Exception, where: str) -> DeviceFault:
         """What to say of one of `faults` seen at `where`; a GPU is behind what the host asks."""
+        if self.mail is not None and (late := int(self.mail.said[0])):
+            ranks = ", ".join(str(r) for r in range(self.mail.size) if late >> r & 1)
+            seconds = self.mail.patience / 1e9
+            return DeviceFault(f"rank {ranks} did not come to a sum within {seconds:g} s")
         if self.debug or self.name == "emulate":
             return DeviceFault(f"{where} failed: {error}")
         return DeviceFault(f"{where}, or a kernel before: {error}; --debug-kernels names it")
@@ -1353,6 +1466,68 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         waits for nothing; it is run once before, so that all is compiled and allocated.
         """
         return self.launcher.capture(run)
+
+    # -- sums across ranks: see parallel.PeerComm
+
+    def share_mailbox(self, size: int):
+        """Memory for the other ones of `size` ranks to write into, and its handle for them."""
+        return self.launcher.share(sum(mailbox_bytes(size)))
+
+    def mailbox(self, rank: int, addresses: list[int], blocks: int, patience: float) -> Mailbox:
+        """addresses: of all ranks' memory, all zero; blocks: that run at once on every rank's
+        device; patience: seconds."""
+        upload, lines = self.launcher.upload, np.array(addresses, np.uint64)
+        slices = lines + np.uint64(mailbox_bytes(len(addresses))[0])
+        late, said = self.launcher.word()
+        self.mail = Mailbox(
+            rank, len(addresses), upload(lines), upload(slices),
+            upload(np.array([[1, 0]] * 2, np.uint32)), late, said,
+            min(blocks, MAX_PEER_BLOCKS), int(patience * 1e9),
+        )  # fmt: skip
+        return self.mail
+
+    def push_for(self, mail: Mailbox, x) -> Callable | None:
+        """push_sum or push_sum_slices, as it is faster for x; None where neither takes it."""
+        if 0 < x.size <= mail.short:
+            return self.push_sum
+        whole = x.size % (4 * mail.size) == 0
+        return self.push_sum_slices if whole and 0 < x.size <= MOST_IN_TWO_SHOTS else None
+
+    def push_sum(self, mail: Mailbox, x):
+        """The sum over all ranks of fp32 [..], in their pairwise order: in one shot, for few."""
+        x, most = self._partial("push_sum", x), _share_of(MOST_IN_ONE_SHOT, mail.size)
+        if x.size > most:
+            raise UserError(f"push_sum: expected at most {most} values, got {x.size}")
+        out = self.empty(x.shape)
+        grid = (min(mail.blocks, _ceil(x.size, 2 * THREADS)),)
+        self._launch(
+            "peer_sum", "push_sum", grid, x, out, mail.lines, mail.turns[0], mail.late,
+            np.uint64(mail.patience), x.size, most // 2, mail.rank,
+            defines=(("RANKS", mail.size),), dependent=True,
+        )  # fmt: skip
+        return out
+
+    def push_sum_slices(self, mail: Mailbox, x):
+        """The same in two shots, for many values: a multiple of 4 for every rank."""
+        x, size = self._partial("push_sum_slices", x), mail.size
+        if x.size > MOST_IN_TWO_SHOTS or x.size % (4 * size):
+            raise UserError(
+                f"push_sum_slices: expected a multiple of {4 * size}, at most {MOST_IN_TWO_SHOTS} "
+                f"values, got {x.size}"
+            )
+        out = self.empty(x.shape)
+        grid = (min(mail.blocks, _ceil(x.size, 4 * size * THREADS)),)
+        self._launch(
+            "peer_sum", "push_sum_slices", grid, x, out, mail.slices, mail.turns[1], mail.late,
+            np.uint64(mail.patience), x.size // size, MOST_IN_TWO_SHOTS // size,
+            _flag_bytes(size), mail.rank, defines=(("RANKS", size),), dependent=True,
+        )  # fmt: skip
+        return out
+
+    def _partial(self, op: str, x):
+        if x.size and self.launcher.address(x) % 16:
+            x = self.launcher.xp.array(x)
+        return self._take(op, "x", x, FLOAT32, *x.shape)
 
     # -- memory
 

@@ -8,6 +8,7 @@ that tree is cut, and no bit depends on it.
                 that sets MASTER_ADDR and MASTER_PORT (torchrun, srun)
     MpiComm     host arrays over mpi4py; ranks of mpirun, or of srun with an MPI
     NcclComm    arrays on GPUs over NCCL, beside one of the two for everything on the host
+    PeerComm    sums through memory that ranks of one host write for each other, beside another comm
 
 Rank 0 decides: what the others need to know of requests, draft trees and sampled tokens comes by
 `broadcast`. When a rank fails, its words go to rank 0, which shows the first; when a rank dies
@@ -23,8 +24,10 @@ import atexit
 import ctypes
 import errno
 import functools
+import logging
 import os
 import pickle
+import platform
 import select
 import signal
 import socket
@@ -37,18 +40,24 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from config import UserError
+from config import DeviceFault, UserError
 from reference import tree_sum
 
+log = logging.getLogger("kdtree")
 MEET_S = 120.0  # for all ranks to come together
 GRACE_S = 5.0  # for rank 0 to notice by itself that a rank has gone, and to say it its own way
 LEAVE_S = 5.0  # for ranks to end by themselves
 WORDS_S = 1.0  # for mpirun to pass on what a rank has printed before it kills it
 TWO_SHOT_BYTES = 1 << 18  # from here on each rank adds a part of the sum instead of all of it
+# Deaths are noticed by the host at once; this is for a rank that lives and does not come, and long
+# enough for one that still compiles what the others have in their cache.
+PATIENCE_S = 60.0
+OFFER_BYTES = 1024
 
 
 class RankFailed(RuntimeError):
@@ -609,6 +618,18 @@ class _Counted:
     value: Any
 
 
+def _agreed(said, calls: int, rank: int, what: str) -> Any:
+    """The value that rank 0 said beside the number of its calls."""
+    if not isinstance(said, _Counted):  # about the ranks themselves
+        return said
+    if said.calls != calls:
+        raise RankFailed(
+            f"rank 0 has made {said.calls} {what}, rank {rank} {calls}; all ranks must take the "
+            "same steps"
+        )
+    return said.value
+
+
 class NcclComm:
     """GPU arrays by NCCL on the current stream, so that it is captured with the kernels around it.
 
@@ -665,14 +686,7 @@ class NcclComm:
     def broadcast(self, value: Any = None) -> Any:
         """Beside the value goes the number of calls so far, captured ones too: all must agree."""
         said = self._host.broadcast(_Counted(self._calls, value))
-        if not isinstance(said, _Counted):  # about the ranks themselves
-            return said
-        if said.calls != self._calls:
-            raise RankFailed(
-                f"rank 0 has made {said.calls} NCCL calls, rank {self.rank} {self._calls}; all "
-                "ranks must take the same steps"
-            )
-        return said.value
+        return _agreed(said, self._calls, self.rank, "NCCL calls")
 
     def share(self, x):
         out = self._cupy.array(x)
@@ -689,6 +703,14 @@ class NcclComm:
 
     def close(self, status: int = 0) -> None:
         self._host.close(status)
+
+    def all_reduce(self, x):
+        """The sum by NCCL itself, in NCCL's order; for a comparison. fp32 or bfloat16."""
+        out, nccl = self._cupy.empty_like(x), self._nccl
+        kind = nccl.NCCL_FLOAT32 if x.dtype == np.float32 else nccl.NCCL_BFLOAT16
+        given = x.data.ptr, out.data.ptr, x.size, kind, nccl.NCCL_SUM, self._stream()
+        self._comm.allReduce(*given)
+        return out
 
     def _take(self, x):
         if x.dtype != np.float32:
@@ -707,6 +729,151 @@ class NcclComm:
         return self._cupy.cuda.get_current_stream().ptr
 
 
-def on_device(host: Comm, device: str) -> Comm:
-    """The collectives for arrays of "cuda" operations, or of operations on the host."""
-    return NcclComm(host) if device == "cuda" else host
+# ---- over peer memory --------------------------------------------------------------------------
+
+
+class PeerComm:
+    """Sums by kernels that write into the memory of the other ranks and add along the tree;
+    what is too large or too ragged for them, and all else, by `base`.
+
+    base    the same ranks, for arrays of the same operations
+    mail    ops.Mailbox of this rank;  memory: what the others write into, which must live as long
+    sums    how many went this way, captured ones counted once
+    """
+
+    def __init__(self, base: Comm, ops, mail, memory):
+        self.rank, self.size = base.rank, base.size
+        self.local_rank, self.local_size = base.local_rank, base.local_size
+        self.base, self.mail, self.sums = base, mail, 0
+        self._ops, self._memory = ops, memory
+
+    def tree_sum(self, x):
+        push = self._ops.push_for(self.mail, x)
+        if push is None:
+            return self.base.tree_sum(x)
+        self.sums += 1
+        return push(self.mail, x)
+
+    def gather_columns(self, x):
+        return self.base.gather_columns(x)
+
+    def broadcast(self, value: Any = None) -> Any:
+        """Beside the value goes the number of sums so far: see NcclComm.broadcast."""
+        said = self.base.broadcast(_Counted(self.sums, value))
+        return _agreed(said, self.sums, self.rank, "sums in peer memory")
+
+    def share(self, x):
+        return self.base.share(x)
+
+    def barrier(self) -> None:
+        self.base.barrier()
+
+    def fail(self, text: str) -> NoReturn:
+        self.base.fail(text)
+
+    def close(self, status: int = 0) -> None:
+        self.base.close(status)
+
+
+class _NoPeers(Exception):
+    """Why sums cannot go through peer memory; every rank raises the same."""
+
+
+def with_peers(host: Comm, base: Comm, ops) -> Comm:
+    """`base` with sums in peer memory. Where that cannot be had, on whatever rank, it is `base`
+    itself, and rank 0 logs why. Every rank must come here.
+
+    host  the same ranks on the host
+    """
+    try:
+        return _peers(host, base, ops)
+    except _NoPeers as why:
+        if host.rank == 0:
+            log.warning("sums do not go through peer memory: %s", why)
+        return base
+
+
+def _peers(host: Comm, base: Comm, ops) -> PeerComm:
+    if host.size not in (2, 4, 8):
+        raise _NoPeers(f"{host.size} ranks, expected 2, 4 or 8")
+    own, handle = _agree(host, lambda: ops.share_mailbox(host.size))
+    offers = _exchange(host, (_this_host(), handle, ops.launcher.limits.processors))
+    hosts, handles, processors = zip(*offers, strict=True)
+    if len(set(hosts)) > 1:
+        raise _NoPeers("the ranks are not of one host")
+    addresses = _agree(host, lambda: _map(handles, host.rank, own, ops.launcher))
+    _agree(host, lambda: _probe(host, own, addresses, ops.launcher))
+    mail = ops.mailbox(host.rank, addresses, min(processors), PATIENCE_S)
+    made = PeerComm(base, ops, mail, own)
+    _agree(host, lambda: _prove(made, ops))
+    return made
+
+
+def _exchange(host: Comm, value: Any) -> list:
+    """What every rank says, by rank."""
+    said, data = np.zeros((1, OFFER_BYTES), np.uint8), np.frombuffer(pickle.dumps(value), np.uint8)
+    said[0, : len(data)] = data
+    return [pickle.loads(row) for row in host.gather_columns(said).reshape(host.size, -1)]
+
+
+def _agree(host: Comm, action: Callable[[], Any]) -> Any:
+    """Its result, once all ranks have done it; _NoPeers on all where it failed on one."""
+    result, why = None, ""
+    try:
+        result = action()
+    except DeviceFault:
+        raise
+    except (_NoPeers, OSError, RuntimeError) as error:  # CuPy's are RuntimeErrors
+        why = str(error)[: OFFER_BYTES // 2] or type(error).__name__
+    for rank, said in enumerate(_exchange(host, why)):
+        if said:
+            raise _NoPeers(f"rank {rank}: {said}")
+    return result
+
+
+def _this_host() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return platform.node() + (boot.read_text() if boot.exists() else "")
+
+
+def _map(handles, rank: int, own, launcher) -> list[int]:
+    """Where the memory of every rank is, as this process sees it."""
+    return [
+        launcher.address(own) if r == rank else launcher.map(handle)
+        for r, handle in enumerate(handles)
+    ]
+
+
+def _probe(host: Comm, own, addresses: list[int], launcher) -> None:
+    """Write a number into every other rank's memory, look for theirs, and clear them."""
+    mark = np.array([host.rank + 1], np.uint64)
+    try:
+        for rank, address in enumerate(addresses):
+            if rank != host.rank:
+                launcher.write(address + 8 * host.rank, mark)
+    finally:
+        host.barrier()
+    found = launcher.download(own[: 8 * host.size]).view(np.uint64).tolist()
+    wanted = [0 if r == host.rank else r + 1 for r in range(host.size)]
+    if found != wanted:
+        raise _NoPeers(f"found {found} in its memory, expected {wanted}")
+    own[: 8 * host.size] = 0
+    launcher.synchronize()
+
+
+def _prove(peers: PeerComm, ops) -> None:
+    """Compare a sum of each kind with that of the base; compiles the kernels."""
+    same = True
+    for n in (1022, peers.mail.short + 32):  # in one shot, in two; all ranks take the same steps
+        x = np.random.default_rng(peers.rank).standard_normal(n, dtype=np.float32)
+        x = ops.launcher.upload(x)
+        have, want = (ops.download(comm.tree_sum(x)) for comm in (peers, peers.base))
+        same &= have.tobytes() == want.tobytes()
+    if not same:
+        raise _NoPeers("a sum in peer memory has other bits than the plain one")
+
+
+def on_device(host: Comm, ops) -> Comm:
+    """The collectives for arrays of these operations."""
+    base = NcclComm(host) if ops.name == "cuda" else host
+    return with_peers(host, base, ops) if hasattr(ops, "mailbox") else base

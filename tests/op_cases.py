@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 import config
+import ops as kernels
 import reference
 import sampling
 import spec_decode
@@ -812,6 +813,69 @@ def entries_move_and_lengths_advance(backend: Backend) -> None:
     assert backend.get(lengths).tolist() == [4, 17, 7]
 
 
+LAST_TURN = 2**32 - 1
+
+
+def sums_of_ranks(b: Backend, size: int, n: int, two_shots: bool) -> None:
+    """One rank's part of a sum across ranks, where the others have done theirs: what it adds and
+    what it sends, to the bit, also where the numbers of the turns wrap."""
+    ops, op = b.ops, b.ops.push_sum_slices if two_shots else b.ops.push_sum
+    for rank in (0, size - 1):
+        memories = [ops.share_mailbox(size)[0] for _ in range(size)]
+        addresses = [ops.launcher.address(memory) for memory in memories]
+        mail = ops.mailbox(rank, addresses, ops.launcher.limits.processors, 5.0)
+        for turn in (1, LAST_TURN, 2):
+            ops.refill(mail.turns, np.array([[turn, 0]] * 2, np.uint32))
+            parts = np.random.default_rng([size, n, turn]).standard_normal((size, n), np.float32)
+            given, sent = (_two_shots if two_shots else _one_shot)(mail, parts, turn)
+            for at, values in given:
+                ops.launcher.write(addresses[rank] + at, values)
+            have = b.get(op(mail, b.send(parts[rank], fp32=True)))
+            assert have.tobytes() == reference.tree_sum(parts).tobytes()
+            for to, at, values in sent:
+                got = ops.launcher.download(memories[to][at : at + values.nbytes])
+                assert got.tobytes() == values.tobytes(), f"turn {turn}, to rank {to} at {at}"
+            after = ops.launcher.download(mail.turns)[int(two_shots)]
+            assert after.tolist() == [2 if turn == LAST_TURN else turn + 1, 0]
+
+
+def _one_shot(mail, parts: np.ndarray, turn: int) -> tuple[list, list]:
+    """Lines in this rank's memory, [(place, values)], and in others', [(rank, place, values)]."""
+    size, n = parts.shape
+    lines = np.zeros((size, n + n % 2), np.uint64)  # a value, and the turn above it
+    lines[:, :n] = parts.view(np.uint32)
+    lines |= np.uint64(turn << 32)
+    box = kernels.mailbox_bytes(size)[0] // 2 // size  # bytes of one sender, in one half
+    others = [r for r in range(size) if r != mail.rank]
+    places = [(turn % 2 * size + r) * box for r in range(size)]
+    given = [(places[r], lines[r]) for r in others]
+    return given, [(r, places[mail.rank], lines[mail.rank]) for r in others]
+
+
+def _two_shots(mail, parts: np.ndarray, turn: int) -> tuple[list, list]:
+    """The same of flags, parts of slices and sums of slices."""
+    size, n = parts.shape
+    lines, slices = kernels.mailbox_bytes(size)
+    grid = min(mail.blocks, -(-n // (4 * size * kernels.THREADS)))
+    room = kernels.MOST_IN_TWO_SHOTS // size
+    values_at = lines + slices - 4 * 4 * kernels.MOST_IN_TWO_SHOTS
+    cut, sums = parts.reshape(size, size, -1), reference.tree_sum(parts).reshape(size, -1)
+    flags = np.full(grid, turn, np.uint32)
+    others = [r for r in range(size) if r != mail.rank]
+
+    def place(shot: int, sender: int) -> int:
+        return (turn % 2 * 2 + shot) * size + sender
+
+    given, sent = [], []
+    for r in others:
+        for shot, mine, theirs in ((0, cut[mail.rank, r], cut[r, mail.rank]),
+                                   (1, sums[mail.rank], sums[r])):  # fmt: skip
+            there, here = place(shot, mail.rank), place(shot, r)
+            given += [(lines + 4 * grid * here, flags), (values_at + 4 * room * here, theirs)]
+            sent += [(r, lines + 4 * grid * there, flags), (r, values_at + 4 * room * there, mine)]
+    return given, sent
+
+
 ROUTER = [(route, ()), (route_of_ties_and_nan, ())]
 DECODING = [
     *((choose, (vocab,)) for vocab in (2, 33, 640, 5000)),
@@ -822,6 +886,8 @@ DECODING = [
     *((trees_rows_and_walks, (budget,)) for budget in (1, 2, 5, 8, 16, 33, 64)),
     (penalties_of_trees, ()),
     (entries_move_and_lengths_advance, ()),
+    *((sums_of_ranks, (size, n, False)) for size, n in ((2, 1), (2, 4099), (4, 770), (8, 1536))),
+    *((sums_of_ranks, (size, n, True)) for size, n in ((2, 8), (4, 4112), (8, 9984))),
 ]  # fmt: skip
 
 

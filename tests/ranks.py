@@ -4,10 +4,12 @@ ranks.py lead FAULT ARGUMENTS…      rank 0: the command line, which starts the
 ranks.py follow FAULT RANK SIZE     one of the others
 ranks.py launched FAULT ARGUMENTS…  any rank, started by a launcher: the command line
 ranks.py collectives [cuda]         any rank, started by a launcher: every collective against NumPy
+ranks.py peers RANK SIZE            a rank other than 0 of test_peers.py
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import signal
@@ -21,9 +23,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 import numpy as np  # noqa: E402
 
 import engine  # noqa: E402
+import ops  # noqa: E402
 import parallel  # noqa: E402
 from engine import Engine  # noqa: E402
 
+PEER_SUMS = 60
 STEP = 3  # of a fault: rank 1's third
 
 
@@ -106,6 +110,8 @@ def inject(fault: str, rank: int) -> None:
     fault, _, mark = fault.partition("@")
     if fault == "stand-in":
         stand_in()
+        if mark == "nccl":
+            parallel.with_peers = lambda host, base, ops: base
     elif rank == 1 and fault == "disturbed":
         disturbed(mark)
     elif rank == 1 and fault == "raise":
@@ -114,6 +120,10 @@ def inject(fault: str, rank: int) -> None:
         at_step("step", STEP, die)
     elif rank == 1 and fault in ("load-raise", "load-die"):
         at_step("load", 1, fail if fault == "load-raise" else die)
+    elif fault == "stall":
+        parallel.PATIENCE_S = 10.0
+        if rank == 1:
+            at_step("step", STEP, wait)
     elif rank == 0 and fault == "load-die":
         at_step("weights", 1, wait)  # rank 0 is long at its own share, and waits for nobody
     elif rank == 0 and fault == "lead-raise":
@@ -122,17 +132,56 @@ def inject(fault: str, rank: int) -> None:
         at_step("accept", STEP, die)
 
 
+class Together(ops.EmulatorLauncher):
+    """All blocks of a grid at once, as on a device, and some of them."""
+
+    def __init__(self, blocks: int):
+        super().__init__()
+        self.limits = dataclasses.replace(self.limits, processors=blocks)
+
+    def launch(self, function, grid, block, args, shared_bytes: int, dependent=False) -> None:
+        function(grid, block, args, shared_bytes, cooperative=True)
+
+
+def peer_sums(host: parallel.Comm, turns: int) -> None:
+    """Sums of both kinds and many sizes through shared memory, on emulated devices; ranks come late
+    by turns, and the numbers of the turns wrap on the way."""
+    device = ops.CudaOps(launcher=Together(3), poison=True)
+    comm = parallel.on_device(host, device)
+    assert isinstance(comm, parallel.PeerComm)
+    sums, short = comm.sums, comm.mail.short
+    device.refill(comm.mail.turns, np.array([[2**32 - 4, 0]] * 2, np.uint32))
+    host.barrier()
+    sizes = (1, 2, 7, 1000, 3001, short, short + 32, short + 96 * host.size)
+    drawn, late = np.random.default_rng(1), np.random.default_rng(host.rank)
+    for turn in range(turns):
+        shape = (1, int(drawn.choice(sizes)))
+        parts = [
+            np.random.default_rng([turn, r]).standard_normal(shape, dtype=np.float32)
+            for r in range(host.size)
+        ]
+        if not late.integers(4):
+            time.sleep(late.random() / 50)
+        got = comm.tree_sum(parts[host.rank])
+        assert got.tobytes() == tree(parts).tobytes(), (turn, shape)
+    assert comm.sums == sums + turns
+    ragged = np.ones((1, short + 33), np.float32)  # cannot be cut: another way
+    assert (comm.tree_sum(ragged) == host.size).all() and comm.sums == sums + turns
+    assert comm.tree_sum(ragged[:0]).shape == (0, short + 33)
+    assert comm.broadcast(host.rank) == 0
+
+
 def collectives(device: str = "cpu") -> None:
     host = comm = parallel.join()
     if device == "cuda":
         import cupy
 
-        from ops import CudaLauncher
-
-        launcher = CudaLauncher(host.local_rank)
+        device = ops.CudaOps(launcher=ops.CudaLauncher(host.local_rank))
         comm = parallel.on_device(host, device)
-        check(comm, cupy.asarray)
-        replay(comm, launcher, cupy)
+        assert isinstance(comm, parallel.PeerComm)
+        for way in (comm, comm.base):
+            check(way, cupy.asarray)
+            replay(way, device, cupy)
     else:
         check(comm)
     comm.barrier()
@@ -142,11 +191,11 @@ def collectives(device: str = "cpu") -> None:
         assert comm.broadcast() == parallel.End(0)
 
 
-def replay(comm: parallel.Comm, launcher, cupy) -> None:
+def replay(comm: parallel.Comm, device, cupy) -> None:
     """100 replays of recorded collectives, each on other numbers."""
-    for shape in ((1, 7168), (16, 7168)):  # one shot, two shots
+    for shape in ((1, 7168), (16, 7168), (64, 7168)):  # one shot, two shots
         x = cupy.zeros(shape, np.float32)
-        recorded = launcher.capture(
+        recorded = device.capture(
             lambda x=x: (comm.tree_sum(x), comm.gather_columns(x), comm.share(x))
         )
         for turn in range(100):
@@ -194,6 +243,11 @@ if __name__ == "__main__":
     role, *rest = sys.argv[1:]
     if role == "collectives":
         sys.exit(collectives(*rest))
+    if role == "peers":
+        comm = parallel.attach(*map(int, rest))
+        peer_sums(comm, PEER_SUMS)
+        assert comm.broadcast() == parallel.End(0)
+        sys.exit(comm.close())
     fault, *rest = rest
     engine.FOLLOWER = [sys.executable, __file__, "follow", fault]
     if role == "lead":

@@ -75,14 +75,17 @@ def engine_of(
 
 @pytest.fixture(scope="module")
 def worlds():
-    """Ranks by their number, started once; a test's engine takes them over."""
-    started: dict[int, SocketComm] = {}
+    """Ranks by their number, started once; a test's engine takes them over.
 
-    def world(size: int) -> SocketComm:
-        if size not in started:
-            command = [sys.executable, SCRIPT, "follow", "stand-in"]
-            started[size] = parallel.start(size, command)
-        return started[size]
+    mark  "nccl": without peer memory, where this process does without it too
+    """
+    started: dict[tuple[int, str], SocketComm] = {}
+
+    def world(size: int, mark: str = "") -> SocketComm:
+        if (size, mark) not in started:
+            command = [sys.executable, SCRIPT, "follow", f"stand-in@{mark}"]
+            started[size, mark] = parallel.start(size, command)
+        return started[size, mark]
 
     yield world
     for comm in started.values():
@@ -213,6 +216,7 @@ def test_recorded_rounds_on_two_ranks(worlds, tmp_path):
         engine.use("tree", 4)
         got.append(engine.generate(["hello", "b"], params, keep_logits=True))
         assert engine.rounds.graphs
+        assert comm is None or (isinstance(engine.comm, parallel.PeerComm) and engine.comm.sums > 2)
     toy.assert_same_results(got[1], got[0])
     assert [r.steps for r in got[1]] == [r.steps for r in got[0]]
 
@@ -334,6 +338,9 @@ def test_collectives_over_sockets(size):
     run_ranks(size, lambda host: host, ranks.check)
 
 
+CUDA = SimpleNamespace(name="cuda")  # operations that say no more than this
+
+
 class DeviceArray(np.ndarray):
     """NumPy with CuPy's way to an address."""
 
@@ -419,7 +426,7 @@ def use_stand_in(monkeypatch, size: int) -> None:
 def test_collectives_over_nccl(monkeypatch, size):
     """The calls, against a stand-in with CuPy's signatures: no GPU is needed, none is proved."""
     use_stand_in(monkeypatch, size)
-    run_ranks(size, lambda host: parallel.on_device(host, "cuda"), ranks.check)
+    run_ranks(size, lambda host: parallel.on_device(host, CUDA), ranks.check)
 
 
 def test_a_missing_nccl_call_is_noticed(monkeypatch):
@@ -433,14 +440,14 @@ def test_a_missing_nccl_call_is_noticed(monkeypatch):
         else:
             comm.broadcast("hello")
 
-    run_ranks(2, lambda host: parallel.on_device(host, "cuda"), uneven)
+    run_ranks(2, lambda host: parallel.on_device(host, CUDA), uneven)
 
 
 def test_ranks_on_gpus_need_nccl(monkeypatch):
     use_stand_in(monkeypatch, 2)
     sys.modules["cupy.cuda"].nccl.available = False
     with pytest.raises(UserError, match="pip install nvidia-nccl-cu13"):
-        parallel.on_device(None, "cuda")
+        parallel.on_device(None, CUDA)
 
 
 def test_ranks_that_take_different_steps_are_told_so():
@@ -532,7 +539,7 @@ def enough_gpus(request):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", SIZES)
 def test_collectives_on_gpus(enough_gpus, size):
-    """NCCL's, eager and recorded."""
+    """Over peer memory and over NCCL, eager and recorded."""
     environ = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [sys.executable, SCRIPT, "collectives", "cuda"]
     ranks_ = [{**environ, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(size)]
@@ -542,14 +549,18 @@ def test_collectives_on_gpus(enough_gpus, size):
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["nano-int4", "nano-fp32"])
+@pytest.mark.parametrize("way", ["peers", "nccl"])
 @pytest.mark.parametrize("size", SIZES)
-def test_goldens_on_gpus(enough_gpus, worlds, size, name, activation):
+def test_goldens_on_gpus(enough_gpus, worlds, monkeypatch, size, way, name, activation):
     """The bits of one GPU, in recorded rounds and in plain steps; in fp32 the golden's ids."""
+    if way == "nccl":
+        monkeypatch.setattr(parallel, "with_peers", lambda host, base, ops: base)
     prompts, ids = golden(name)
     own = name in WITH_DRAFTER
     runs = []
-    for comm in (None, worlds(size)):
+    for comm in (None, worlds(size, way)):
         engine = engine_of(GOLDENS / name, comm, CUTS[0], own, "cuda", activation)
+        assert comm is None or isinstance(engine.comm, parallel.PeerComm) == (way == "peers")
         results = toy.decode(engine, prompts, max_tokens=ids.shape[1])
         for mode in ("chain", "tree") if own else ():
             results += toy.decode(engine, prompts, mode, 12, max_tokens=ids.shape[1])

@@ -5,7 +5,10 @@
 // this file before the kernels and rewrites `__shared__` declarations into `emulator::shared<...>`.
 #pragma once
 
+#include <sched.h>
+
 #include <cassert>
+#include <chrono>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -383,6 +386,23 @@ inline void mbarrier_wait(void* barrier, unsigned parity) { emulator::mbarrier_w
 inline float exp2_approx(float x) {
   const float y = std::exp2(x);
   return y < 1.17549435e-38f ? 0.0f : y;
+}
+// System scope: memory that other processes read and write. Each half of a line is one access.
+#define EMULATOR_SYSTEM inline __attribute__((noinline, no_sanitize_thread))
+EMULATOR_SYSTEM void store_line(unsigned long long* to, unsigned long long low, unsigned long long high) {
+  __atomic_store_n(to, low, __ATOMIC_RELAXED);
+  __atomic_store_n(to + 1, high, __ATOMIC_RELAXED);
+}
+EMULATOR_SYSTEM void load_line(const unsigned long long* from, unsigned long long& low, unsigned long long& high) {
+  low = __atomic_load_n(from, __ATOMIC_RELAXED);
+  high = __atomic_load_n(from + 1, __ATOMIC_RELAXED);
+}
+EMULATOR_SYSTEM void store_release(unsigned* to, unsigned value) { __atomic_store_n(to, value, __ATOMIC_RELEASE); }
+EMULATOR_SYSTEM unsigned load_acquire(const unsigned* from) { return __atomic_load_n(from, __ATOMIC_ACQUIRE); }
+inline unsigned long long nanoseconds() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
+inline void spin() {  // the other threads, and once for all of them the other processes
+  if (!emulator::current->index.x) sched_yield();
+  emulator::yield();
 }
 // Dependent launch only moves work earlier; one launch after another is always allowed. Every thread must wait
 // before it leaves, and (checked) before it touches what the launches in front may still be at.

@@ -525,17 +525,20 @@ static inline void resume(Thread* to, void** save) {
   emulator_switch(save, to->stack_pointer);
 }
 
-// Runs others; returns when this thread is made ready and chosen again.
+// Runs others, of the same warp first; returns when this thread is made ready and chosen again.
 static inline void wait(Thread& t) {
   Thread* to = choose(t.warp);
   if (!to) deadlock();
   if (to != &t) resume(to, &t.stack_pointer);
 }
 
+// Runs others of any warp: what this one waits for may be another's to do.
 void yield() {
   Thread& t = me();
   make_ready(t);
-  wait(t);
+  Warp none = {};
+  Thread* to = choose(&none);
+  if (to != &t) resume(to, &t.stack_pointer);
 }
 
 static void leave() {
