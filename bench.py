@@ -4,6 +4,7 @@
     python bench.py acceptance --prompts 100   # tokens per verify step, and equal bits
     python bench.py ops                        # operations at K2.6's shapes, on an NVIDIA GPU
     python bench.py reduce --tp 2              # sums across GPUs, by every way
+    python bench.py step                       # a decode step and its parts, scripted drafts
 
 Stands on the engine as a user does; the engine never imports it.
 """
@@ -26,28 +27,37 @@ from tqdm import tqdm
 
 import config
 import reference
-from config import UserError
+from commands import nodes
+from config import DeviceFault, UserError
 from engine import Engine
-from request import Result
+from parallel import RankFailed
+from request import Result, acceptance_length
 from sampling import SamplingParams
 
 HELD_OUT = Path(__file__).parent / "tests" / "data" / "heldout_prompts.jsonl"
+NAMES = ("op", "T", "context", "temperature", "mode")  # that say what a row is of
+MEASURES = {"µs": -1, "tok/s": 1, "ms a step": -1, "tau": 1, "drafter": -1, "tree": -1}
+MEASURES |= {f"tok/ms {quality}": 1 for quality in ("perfect", "good", "mixed", "wrong")}
+NOISE = 0.04  # of a figure: clocks differ by so much between runs
 PROMPT = "import os\n\n\nclass Cache:\n    def __init__(self, size):\n"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("what", choices=("speed", "acceptance", "ops", "reduce"))
+    add("what", choices=("speed", "acceptance", "ops", "reduce", "step"))
     add("--config", default="nano.yaml")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--device", choices=("auto", "cuda", "cpu", "emulate"), default="auto")
     add("--max-tokens", type=int, default=96)
-    add("--budgets", type=int, nargs="+", default=[8, 16, 32], help="nodes of the trees")
+    add("--budgets", type=nodes, nargs="+", default=[8, 16, 32, "auto"], help="nodes of the trees")
     add("--json", metavar="FILE", help="also write the rows as JSON")
-    add("--repeats", type=int, default=5, help="of speed: turns a mode (%(default)s)")
+    add("--against", metavar="FILE", type=Path, help="compare with such a file; a * is no noise")
+    add("--repeats", type=int, default=5, help="of speed, step: turns a mode (%(default)s)")
     add("--file", type=Path, default=HELD_OUT, help="of acceptance: JSON lines with `text`")
     add("--prompts", type=int, default=100, help="of acceptance: so many of the file")
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="of acceptance")
+    add("--temperature", type=float, default=1.0, help="of step (%(default)s)")
+    add("--contexts", type=int, nargs="+", default=[1000], help="of step: tokens of the prompt")
     add("--seeds", type=int, default=1, help="of acceptance, for each sampled prompt")
     add("--batch", type=int, default=8, help="of acceptance: sequences decoded together")
     add("--op", nargs="+", help="of ops: only those whose name has one of these words")
@@ -55,26 +65,44 @@ def main(argv: list[str] | None = None) -> int:
     add("--tp", type=int, choices=(2, 4, 8), default=2, help="of reduce: GPUs")
     add("--skew", action="store_true", help="of ops: 64 rows also over few experts")
     arguments = parser.parse_args(argv)
-    measure = {"speed": speed, "acceptance": acceptance, "ops": operations, "reduce": sums}
+    measures = {"speed": speed, "acceptance": acceptance, "step": step}
+    measures |= {"ops": operations, "reduce": sums}
     try:
-        check(arguments)
-        rows = measure[arguments.what](arguments)
+        before = check(arguments)
+        rows = measures[arguments.what](arguments)
+        print(table(rows))
+        if before is not None:
+            print(f"\nagainst {arguments.against}:\n\n{table(changes(before, rows))}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(table(rows))
+    except DeviceFault as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return config.DEVICE_FAULT
+    except RankFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(rows, indent=1))
     return 1 if any(row["identical"] == "NO" for row in rows) else 0
 
 
-def check(arguments) -> None:
-    """Refuse what leaves nothing to measure."""
+def check(arguments) -> list[dict] | None:
+    """Refuse what leaves nothing to measure; the rows of --against, where it is given."""
     for name, least in (("max_tokens", 2), ("repeats", 1), ("prompts", 1), ("seeds", 1)):
         if (got := getattr(arguments, name)) < least:
             raise UserError(f"--{name.replace('_', '-')}: expected at least {least}, got {got}")
     if arguments.what == "acceptance" and not arguments.file.is_file():
         raise UserError(f"--file {arguments.file}: no such file")
+    if arguments.against is None:
+        return None
+    try:
+        rows = json.loads(arguments.against.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--against {arguments.against}: {error}") from None
+    if not (rows and isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
+        raise UserError(f"--against {arguments.against}: expected what --json writes")
+    return rows
 
 
 def table(rows: Sequence[dict]) -> str:
@@ -85,6 +113,49 @@ def table(rows: Sequence[dict]) -> str:
         cells = (f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values())
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def changes(before: list[dict], now: list[dict]) -> list[dict]:
+    """What two runs say of the same things. Beyond the noise is what differs by more than NOISE
+    and, where spreads are stated, by so much that they have nothing in common."""
+    names = [n for n in NAMES if n in now[0]]
+    was, rows = {tuple(row.get(n) for n in names): row for row in before}, []
+    for row in now:
+        old = was.pop(key := tuple(row[n] for n in names), {})
+        for measure, better in MEASURES.items():
+            values = [r.get(measure) for r in (old, row)]
+            if not all(isinstance(v, int | float) and v > 0 for v in values):
+                continue
+            ratio = values[1] / values[0]
+            apart = abs(ratio - 1) > NOISE
+            if measure == names_spread(row):
+                (low, high), (least, most) = (limits(r["spread"]) for r in (old, row))
+                apart &= high < least or most < low
+            verdict = "better" if (ratio > 1) == (better > 0) else "worse"
+            rows.append(
+                {**dict(zip(names, key, strict=True)), "of": measure, "was": values[0],
+                 "is": values[1], "ratio": ratio, "beyond noise": f"* {verdict}" if apart else ""}
+            )  # fmt: skip
+    if not rows:
+        raise UserError("--against: that run measured nothing that this one did")
+    return rows
+
+
+def names_spread(row: dict) -> str | None:
+    """The measure whose spread a row states: the one in front of it."""
+    names = list(row)
+    return names[names.index("spread") - 1] if "spread" in names else None
+
+
+def limits(spread: str) -> tuple[float, float]:
+    low, _, high = spread.partition("-")
+    return float(low), float(high)
+
+
+def step(arguments) -> list[dict]:
+    import bench_step
+
+    return bench_step.table(arguments)
 
 
 def operations(arguments) -> list[dict]:
@@ -118,8 +189,17 @@ def progress(work, name: str):
 class Mode:
     name: str
     mode: str
-    budget: int = 1
+    budget: int | str = 1
     row_tile: int = reference.ROW_TILE
+
+
+def drafting(arguments) -> list[Mode]:
+    trees = [Mode(tree_name(n), "tree", n) for n in arguments.budgets]
+    return [Mode("chain", "chain"), *trees]
+
+
+def tree_name(n: int | str) -> str:
+    return "tree, auto" if n == config.AUTO else f"tree, {n} nodes"
 
 
 def speed(arguments) -> list[dict]:
@@ -134,8 +214,7 @@ def speed(arguments) -> list[dict]:
         modes.insert(0, Mode("ar without row tiles", "ar", row_tile=1))
         untiled = Engine(config.load(arguments.config), "cpu")  # its pages hold other bits
     if engine.drafter is not None:
-        modes.append(Mode("chain", "chain"))
-        modes += [Mode(f"tree, {n} nodes", "tree", n) for n in arguments.budgets]
+        modes += drafting(arguments)
     params = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=True)
     results: dict[str, list[Result]] = {m.name: [] for m in modes}
     bits: dict[str, Result] = {}
@@ -156,7 +235,7 @@ def speed(arguments) -> list[dict]:
     median = {name: statistics.median(r.tok_per_s for r in rs) for name, rs in results.items()}
     rows = []
     for m in modes:
-        rates = [r.tok_per_s for r in results[m.name]]
+        rates, last = [r.tok_per_s for r in results[m.name]], results[m.name][-1]
         same = digest(bits[m.name]) == exact
         same &= all(r.token_ids == bits["ar"].token_ids for r in results[m.name])
         rows.append(
@@ -164,8 +243,8 @@ def speed(arguments) -> list[dict]:
                 "mode": m.name,
                 "tok/s": median[m.name],
                 "spread": f"{min(rates):.1f}-{max(rates):.1f}",
-                "acceptance length": results[m.name][0].acceptance_length,
-                "ms a step": 1e3 * results[m.name][0].decode_s / results[m.name][0].steps,
+                "acceptance length": last.acceptance_length,
+                "ms a step": 1e3 * last.decode_s / last.steps,
                 "ratio to ar": median[m.name] / median["ar"],
                 "identical": "yes" if same else "NO",
             }
@@ -197,9 +276,7 @@ def acceptance(arguments) -> list[dict]:
             )
             asked += [(text, params) for text in texts]
         exact, loops = None, None
-        for m in [Mode("ar", "ar"), Mode("chain", "chain")] + [
-            Mode(f"tree, {n} nodes", "tree", n) for n in arguments.budgets
-        ]:
+        for m in [Mode("ar", "ar"), *drafting(arguments)]:
             engine.use(m.mode, m.budget)
             began = time.perf_counter()
             results = decode(engine, asked, f"T={temperature:g} {m.name}")
@@ -252,8 +329,8 @@ def digest(result: Result):
 
 
 def tau(results: Sequence[Result]) -> float:
-    steps = sum(r.steps for r in results)
-    return sum(max(len(r.token_ids) - 1, 0) for r in results) / steps if steps else 0.0
+    tokens = [len(r.token_ids) for r in results]
+    return acceptance_length(sum(tokens), np.count_nonzero(tokens), sum(r.steps for r in results))
 
 
 def ends_in_a_loop(ids: Sequence[int], tail: int = 48, longest: int = 24) -> bool:

@@ -227,8 +227,12 @@ def check(case: Case, weights, kernels, truth, rows: int, seed: int) -> Checked:
     return Checked(error, alone, len(some))
 
 
-def time_case(case: Case, sets: list, kernels, rows: int, seed: int, experts: int):
-    """µs of every replay, and bytes of one operation."""
+def time_case(
+    case: Case, sets: list, kernels, rows: int, seed: int, experts: int, checked: Checked
+):
+    """µs of every replay, and bytes of one operation. Nothing is timed that was not found right."""
+    if not checked.passed(case) or checked.rows == 0:
+        raise UserError(f"{case.name}, {rows} rows: not checked, so not timed")
     rng = np.random.default_rng(seed)
     x = random(kernels, seed, rows, case.k)  # in the cache, as if a norm had just written it
     sent = []
@@ -293,7 +297,7 @@ def table(names: Sequence[str] | None, all_rows, skew: bool, launcher=None) -> l
             name = case.name if experts == EXPERTS else f"{case.name}, {experts} of {EXPERTS}"
             line = {"op": name, "T": rows}
             if checked.passed(case):
-                times, moved = time_case(case, sets, kernels, rows, seed=rows + 1, experts=experts)
+                times, moved = time_case(case, sets, kernels, rows, rows + 1, experts, checked)
                 line |= figures(times, moved, rate, case.goals.get(rows), experts == EXPERTS)
             else:
                 line |= figures(None, 0, rate, None, False)

@@ -24,10 +24,12 @@ import pictures
 from config import DeviceFault, UserError
 from engine import MODES, Engine, default_params
 from parallel import RankFailed
-from request import Result, Sequence, parse_line, read_controls
+from request import Result, Sequence, acceptance_length, parse_line, read_controls
 from sampling import SamplingParams
 
 GOLDEN_PROMPT = "def fibonacci(n):"  # of --watch and --check, where no other is given
+REPEATS = 5  # of --compare
+FIXED = 16  # nodes of the tree that --compare sets beside auto, where the config names none
 LOOK_SECONDS = 0.05  # between two looks at the kernel files
 OVERRIDES = (
     "tp",
@@ -80,7 +82,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="with cuda or emulate: wait after every kernel, so that one that fails is named",
     )
     add("--mode", choices=MODES, help="plain decoding, a draft chain, or a draft tree")
-    add("--budget", type=int, metavar="N", help="nodes of a tree, root included")
+    add(
+        "--budget",
+        type=nodes,
+        metavar="N",
+        help="nodes of a tree, root included; auto: as many as pay, round by round, down to plain"
+        " decoding",
+    )
     add("--context", type=int, metavar="N", help="positions, prompt included")
     add("--batch", type=int, metavar="N", help="sequences decoded together")
 
@@ -113,8 +121,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="look at machine, checkpoint, operations and rates: one page; exits with 1 where"
         " something must be mended",
     )
-    add("--compare", action="store_true", help="run ar, chain and tree in turns: a Markdown table")
-    add("--repeats", type=int, default=5, metavar="N", help="of --compare (%(default)s)")
+    add(
+        "--compare",
+        action="store_true",
+        help="run ar, chain, tree and auto in turns: a Markdown table",
+    )
+    add("--repeats", type=int, metavar="N", help=f"of --compare ({REPEATS})")
+    add("--profile", action="store_true", help="where a decode step's time goes: a Markdown table")
 
     controls = parser.add_argument_group("controls of sampling and of the end")
     add = controls.add_argument
@@ -139,11 +152,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--logprobs",
         type=int,
         metavar="N",
-        help="log-probability of each token and the N likeliest",
+        help="with --json or --prompts: log-probability of each token and the N likeliest",
     )
     add("--logits", metavar="FILE.npz", help="save token_ids and the logits of every emitted token")
     add("--trace", metavar="FILE.svg|html", help="draw the trees of the generation")
     return parser.parse_args(argv)
+
+
+def nodes(text: str) -> int | str:
+    return text if text == config.AUTO else int(text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -194,7 +211,8 @@ def run(arguments: argparse.Namespace) -> int:
     engine = Engine(settings, arguments.device, load=False, debug_kernels=arguments.debug_kernels)
     params.validate(engine.dims.vocab_size)
     file = arguments.prompts or arguments.score
-    if (arguments.watch or arguments.check) and arguments.prompt is None:
+    decodes = arguments.watch or arguments.check or arguments.profile
+    if decodes and arguments.prompt is None:
         arguments.prompt = GOLDEN_PROMPT
     asking = not file and arguments.prompt is None and sys.stdin.isatty()
     if asking and arguments.compare:
@@ -216,7 +234,12 @@ def run(arguments: argparse.Namespace) -> int:
     if asking:
         return converse(engine, params, arguments)
     if arguments.compare:
-        return compare(engine, prompt, params, arguments.repeats)
+        return compare(engine, prompt, params, arguments.repeats or REPEATS)
+    if arguments.profile:
+        import profiler  # stands on the engine, like this module
+
+        print(profiler.table(engine, prompt, params))
+        return 0
     return 1 if answer(engine, prompt, params, arguments).error else 0
 
 
@@ -242,7 +265,7 @@ def read_file(flag: str, file: Path) -> str:
 def check(arguments: argparse.Namespace) -> None:
     """Refuse what cannot work before anything is loaded."""
     unused = [f"--{n}" for n in ("json", "logits", "trace") if getattr(arguments, n)]
-    for name in ("prompts", "score", "watch", "check", "doctor", "compare"):
+    for name in ("prompts", "score", "watch", "check", "doctor", "compare", "profile"):
         if unused and getattr(arguments, name):
             raise UserError(f"{unused[0]}: does not go with --{name}")
     for name in ("prompts", "score", "doctor"):
@@ -251,9 +274,13 @@ def check(arguments: argparse.Namespace) -> None:
     for name in ("system", "instant"):
         if getattr(arguments, name) and not arguments.chat:
             raise UserError(f"--{name}: goes with --chat only")
-    if arguments.repeats < 1:
+    if arguments.logprobs is not None and not (arguments.json or arguments.prompts):
+        raise UserError("--logprobs: goes with --json or --prompts, which print them")
+    if arguments.repeats is not None and not arguments.compare:
+        raise UserError("--repeats: goes with --compare only")
+    if arguments.repeats is not None and arguments.repeats < 1:
         raise UserError(f"--repeats: expected at least 1, got {arguments.repeats}")
-    commands = ("prompts", "score", "watch", "check", "doctor", "compare", "chat")
+    commands = ("prompts", "score", "watch", "check", "doctor", "compare", "profile", "chat")
     given = [f"--{name}" for name in commands if getattr(arguments, name)]
     if len(given) > 1 and given != ["--compare", "--chat"]:
         raise UserError(f"{' and '.join(given)}: expected one of them")
@@ -441,7 +468,7 @@ def many(engine: Engine, name: str, requests: str, defaults: SamplingParams) -> 
         except UserError as error:
             failed += 1
             print_json({"line": number, **named(text), "error": str(error)})
-    total, began, emitted, steps = len(live), time.perf_counter(), 0, 0
+    total, began, emitted, texts, steps = len(live), time.perf_counter(), 0, 0, 0
     quiet = not sys.stderr.isatty()
     with (
         interruptible() as interrupted,
@@ -455,12 +482,13 @@ def many(engine: Engine, name: str, requests: str, defaults: SamplingParams) -> 
                 result = sequence.result()
                 failed += result.error is not None
                 emitted += len(result.token_ids)
+                texts += bool(result.token_ids)
                 steps += result.steps
                 bar.clear()  # the line may go to the same terminal
                 print_json({"id": result.id, **summary(engine, result)})
                 bar.update()
                 rate = emitted / (time.perf_counter() - began)
-                tau = (emitted - bar.n) / steps if steps else 0.0
+                tau = acceptance_length(emitted, texts, steps)
                 bar.set_postfix_str(f"{rate:.1f} tok/s, acceptance length {tau:.2f}")
     if interrupted.is_set():
         print(f"interrupted: {total - len(live)} of {total} prompts done", file=sys.stderr)
@@ -565,18 +593,22 @@ def text_logprobs(engine: Engine, ids: list[int]) -> np.ndarray:
 
 
 def compare(engine: Engine, prompt, params: SamplingParams, repeats: int) -> int:
-    """AR, chain and tree on one prompt, in turns: medians, and whether ids and bits are equal.
+    """AR, chain, tree and auto on one prompt, in turns: medians, and whether all bits are equal.
 
     The first turn warms up and keeps all logits, to compare bits; the timed ones keep ids only.
     """
     budget = engine.settings.draft.budget
-    modes = MODES if engine.drafter is not None else MODES[:1]
+    budget = min(FIXED, engine.settings.draft.limit) if budget == config.AUTO else budget
+    modes = {"ar": ("ar", 1)}
+    if engine.drafter is not None:
+        modes |= {"chain": ("chain", 1), f"tree, {budget} nodes": ("tree", budget)}
+        modes |= {"tree, auto": ("tree", config.AUTO)}
     params = params if params.greedy else params.with_seed()
     runs: dict[str, list[Result]] = {mode: [] for mode in modes}
     bits: dict[str, Result] = {}
     turns = [(r, mode) for r in range(repeats + 1) for mode in modes]
     for turn, mode in tqdm(turns, desc="compare", disable=not sys.stderr.isatty(), leave=False):
-        engine.use(mode, budget)
+        engine.use(*modes[mode])
         [result] = engine.generate([prompt], params, keep_logits=not turn)
         if result.error:
             raise UserError(result.error)
@@ -592,11 +624,10 @@ def compare(engine: Engine, prompt, params: SamplingParams, repeats: int) -> int
         same = same_output(bits["ar"], bits[mode])
         same &= all(r.token_ids == bits["ar"].token_ids for r in runs[mode])
         same_everywhere &= same
-        name = f"tree, {budget} nodes" if mode == "tree" else mode
         ratio = speed[mode] / speed["ar"] if speed["ar"] else 0.0
-        r = runs[mode][0]
+        r = runs[mode][-1]  # of auto, the one that has learned most
         print(
-            f"| {name} | {speed[mode]:.1f} | {r.acceptance_length:.2f} | {r.steps} "
+            f"| {mode} | {speed[mode]:.1f} | {r.acceptance_length:.2f} | {r.steps} "
             f"| {ratio:.2f} | {'yes' if same else 'NO'} |"
         )
     print(f"identical: {'yes' if same_everywhere else 'NO'}")

@@ -22,6 +22,7 @@ import yaml
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 MOST_NODES = 1024  # of a draft tree; block drafters are exhausted long before
+AUTO = "auto"  # a budget that the engine chooses (budget.py)
 MOST_CONTEXT = 1 << 24  # positions that a rotation table is made for
 
 
@@ -108,6 +109,10 @@ def _path(value: object, where: str) -> Path:
 
 def _optional(read: Read) -> Read:
     return lambda value, where: None if value is None else read(value, where)
+
+
+def _or_auto(read: Read) -> Read:
+    return lambda value, where: value if value == AUTO else read(value, where)
 
 
 def _power_of_two(low: int, high: int) -> Read:
@@ -285,9 +290,18 @@ class Kernels:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
+    """With `budget: auto` a tree's nodes are chosen round by round, plain decoding and the chain
+    among the choices, and `limit` bounds them."""
+
     path: Path | None = _key(_optional(_path), None)
     mode: str = _key(_choice("ar", "chain", "tree"), "ar")
-    budget: int = _key(_integer(1, MOST_NODES), 16)  # nodes of a tree, root included
+    budget: int | str = _key(_or_auto(_integer(1, MOST_NODES)), 16)  # nodes, the root included
+    limit: int = _key(_integer(2, MOST_NODES), 64)
+
+    @property
+    def most(self) -> int:
+        """Nodes of a tree at most."""
+        return self.limit if self.budget == AUTO else self.budget
 
 
 @dataclass(frozen=True, kw_only=True)

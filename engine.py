@@ -29,11 +29,13 @@ from pathlib import Path
 
 import numpy as np
 
+import budget as budgets
 import config
 import loader
 import parallel
 import sampling
 import spec_decode
+from budget import Auto, Choice
 from cache import CacheFull, LatentCache
 from config import UserError
 from drafter import Drafter
@@ -47,6 +49,7 @@ from tokenizer import Tokenizer
 
 MODES = ("ar", "chain", "tree")
 SHARED_MEMORY = "/dev/shm"
+WARM_UP = 256  # tokens of the text on which rounds are measured
 # What a rank that is started here runs; `parallel.start` adds its rank and their number.
 FOLLOWER = [
     sys.executable,
@@ -71,6 +74,15 @@ class Order:
 
     method: str
     arguments: tuple
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """The trees of a step; predicted: of the larger trees that they were cut from (Auto)."""
+
+    choice: Choice
+    trees: list[tuple[Sequence, Tree]]
+    predicted: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -170,6 +182,8 @@ class Engine:
         self.waiting: deque[Sequence] = deque()  # by arrival
         self.running: list[Sequence] = []  # by arrival
         self.arrivals = 0
+        self.autos: dict[int, Auto] = {}  # by the drafter's depth
+        self.auto: Auto | None = None  # of them, the one that chooses now
         self.lock = threading.Lock()
         self.debug_kernels = debug_kernels
         self.ranks, self.comm = comm, None  # `load` brings them together
@@ -185,7 +199,7 @@ class Engine:
         self.meet()
         decode, draft_dims = self.settings.decode, self.draft_dims
         if hasattr(self.ops, "check_fit"):
-            self.ops.check_fit(self.dims, draft_dims, decode.leaf, self.settings.draft.budget)
+            self.ops.check_fit(self.dims, draft_dims, decode.leaf, self.settings.draft.most)
             self.check_memory()
         common = dict(context=decode.context, span=decode.span)
         self.model = Model(
@@ -215,6 +229,8 @@ class Engine:
         )
         recorded = hasattr(self.ops, "capture") and not self.ops.debug
         self.rounds = Rounds(self) if recorded else None
+        if self.auto is not None and self.leads:
+            self.warm_up()
 
     def weights(self, plan: loader.Plan, progress: bool):
         """What a plan calls for, from its files or from the seed."""
@@ -234,7 +250,9 @@ class Engine:
         if draft is not None:
             kv_heads = max(1, draft.num_key_value_heads // self.settings.tp.ranks("o_proj"))
             entry += draft.num_hidden_layers * 2 * kv_heads * draft.head_dim
-        nodes = decode.batch * self.settings.draft.budget
+        nodes = decode.batch * self.settings.draft.most
+        if self.settings.draft.budget == config.AUTO:
+            nodes = budgets.most_rows(decode.batch, self.settings.draft.limit)
         rows, reach = max(decode.prefill_chunk, nodes), decode.context - 1
         plans = [self.plan, self.draft_plan] if self.draft_plan else [self.plan]
         need = {
@@ -262,18 +280,33 @@ class Engine:
                 f"{sum(need.values()) / 2**30:.2f} are needed ({parts}); {lower}"
             )
 
-    def use(self, mode: str, budget: int) -> None:
-        """Decode with "ar", "chain" or "tree" from now on; nothing but the speed changes."""
-        if mode not in MODES or type(budget) is not int or not 1 <= budget <= config.MOST_NODES:
+    def use(self, mode: str, budget: int | str) -> None:
+        """Decode with "ar", "chain" or "tree" from now on; nothing but the speed changes. A tree
+        with a budget of "auto" is what pays best, round by round; also plain decoding, or the chain
+        (budget.py). What was learned of that stays for the next time."""
+        numbered = type(budget) is int and 1 <= budget <= config.MOST_NODES
+        if mode not in MODES or not (numbered or budget == config.AUTO):
             raise UserError(
-                f"mode and budget: expected {', '.join(MODES)} and 1 to {config.MOST_NODES} nodes, "
-                f"got {mode!r} and {budget!r}"
+                f"mode and budget: expected {', '.join(MODES)} and 1 to {config.MOST_NODES} nodes "
+                f"or {config.AUTO}, got {mode!r} and {budget!r}"
             )
         if mode != "ar" and self.drafter is None:
             raise UserError(f"mode {mode}: needs a drafter; state draft.path or use ar")
         self.order("use", mode, budget)
-        self.mode = mode
-        self.speculator = Speculator(self.drafter, self.ops, mode, budget)
+        self.mode, self.auto, limit = mode, None, self.settings.draft.limit
+        if mode == "tree" and budget == config.AUTO:
+            depth = self.drafter.dims.block_size - 1
+            rows = budgets.most_rows(self.settings.decode.batch, limit)
+            self.auto = self.autos.setdefault(depth, Auto(depth, limit, rows))
+        # Of plain decoding and of a chain the number of nodes is known.
+        self.choice = Choice(mode, 1 if budget == config.AUTO else budget)
+
+    def warm_up(self) -> None:
+        """Decode a little, so that the rounds are measured before anybody waits for them."""
+        n = min(WARM_UP, self.settings.decode.context - self.drafter.dims.block_size - 2)
+        ids = np.random.default_rng(0).integers(0, self.dims.vocab_size, max(n, 1)).tolist()
+        with suppress(UserError):  # a cache that is too small for it
+            self.generate([ids], SamplingParams(max_tokens=3, ignore_eos=True))
 
     # -- the other ranks
 
@@ -290,6 +323,11 @@ class Engine:
         if comm.rank == 0:
             comm.broadcast(Build(self.settings, self.ops.name, self.debug_kernels))
         self.comm = self.ops.comm = parallel.on_device(comm, self.ops)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this engine is the one that people use."""
+        return self.comm is None or self.rank == 0
 
     def order(self, method: str, *arguments) -> None:
         """On rank 0: the other ranks make this call too."""
@@ -325,40 +363,46 @@ class Engine:
 
     # -- the step loop
 
-    def step(self) -> list[Sequence]:
+    def step(self, choice: Choice | None = None) -> list[Sequence]:
         """One round for all live sequences; returns those that emitted or ended. For one thread:
-        where there are several, `advance` takes the lock.
+        where there are several, `advance` takes the lock. choice: rank 0's, on the other ranks.
 
         Raises DeviceFault where a kernel fails: the engine cannot be used after it.
         """
-        self.order("step")
         try:
-            return self.round()
+            choice = choice or self.choose()
+            self.order("step", choice)
+            return self.round(choice)
         except self.ops.faults as error:
             raise self.ops.fault(error, "this step") from error
 
-    def round(self) -> list[Sequence]:
-        if self.rounds is not None and (got := self.recorded()) is not None:
+    def round(self, choice: Choice) -> list[Sequence]:
+        if self.rounds is not None and (got := self.recorded(choice)) is not None:
             return got
-        chunks = self.schedule()
-        trees = self.draft()
+        chunks, began = self.schedule(), time.perf_counter()
+        trees = self.draft(choice)
         if not trees and not chunks:
             return []
-        step = self.verify(trees, chunks)
+        drafted = self.narrow(choice, trees)
+        step = self.verify(drafted.trees, chunks)
         accepted = self.accept(step)
+        if not chunks:
+            self.learn(drafted, accepted, time.perf_counter() - began)
         return self.commit(step, accepted)
 
-    def recorded(self) -> list[Sequence] | None:
+    def recorded(self, choice: Choice) -> list[Sequence] | None:
         """The step as a recorded round on the device (rounds.py), where only decoding is due."""
         more = not (self.waiting and self.cache.free_slots)
         idle = self.rounds.flight is None
         if idle and not (more and self.running and self.rounds.fit(self.running)):
             return None
         try:
-            got = self.rounds.step(self.running, self.mode, self.speculator.budget, more)
-            if got is None:
+            done = self.rounds.step(self.running, choice, more)
+            if done is None:
                 return None
-            for sequence, tokens, logits in got:
+            if self.auto is not None:
+                self.auto.heard(done)
+            for sequence, tokens, logits in done.emitted:
                 taken = sequence.emit(tokens, logits)
                 sequence.steps += 1
                 self.cache.lengths[sequence.slot] += taken
@@ -368,7 +412,7 @@ class Engine:
         except BaseException:
             self.rounds.flight = None  # it goes on from tokens that were not, or not all, taken
             raise
-        return [sequence for sequence, _, _ in got]
+        return [sequence for sequence, _, _ in done.emitted]
 
     def schedule(self) -> list[tuple[Sequence, int]]:
         """Room for what runs, admission by arrival, prompt pieces: (sequence, rows of its piece).
@@ -421,10 +465,52 @@ class Engine:
         self.running.append(sequence)
         return True
 
-    def draft(self) -> list[tuple[Sequence, Tree]]:
-        """A tree for every sequence whose text but for the root is in the cache."""
-        ready = [s for s in self.running if s.n_emitted and self.committed(s) == s.to_prefill]
-        trees = self.speculator.propose(
+    def ready(self) -> list[Sequence]:
+        """Sequences whose text but for the root is in the cache."""
+        return [s for s in self.running if s.n_emitted and self.committed(s) == s.to_prefill]
+
+    def choose(self) -> Choice:
+        """On rank 0: what the next round drafts. With "auto" its costs are measured before."""
+        if self.auto is None:
+            return self.choice
+        ready = self.ready()
+        if not ready:
+            return self.auto.choices[0]
+        rounds = None if self.rounds is None or self.rounds.failed else self.rounds
+        if not self.auto.measured and len(ready) == len(self.running):
+            arrival = ready[0].arrival
+            self.auto.measure(lambda choice: self.seconds(choice, arrival), rounds is not None)
+        if rounds is None:
+            return self.auto.choose(ready)
+        missing = [not rounds.recorded(choice, ready) for choice in self.auto.choices]
+        return self.auto.choose(ready, rounds.recording * np.array(missing))
+
+    def seconds(self, choice: Choice, arrival: int) -> float | None:
+        """How long a round of the one sequence of this number takes; None: pages are short."""
+        self.order("seconds", choice, arrival)
+        one = [s for s in self.running if s.arrival == arrival]
+        if self.rounds is not None and self.rounds.fit(one):
+            return self.rounds.seconds(choice, one)
+        began = time.perf_counter()
+        trees = self.draft(choice, one)
+        if choice.scored:
+            [(_, tree)] = trees
+            trees = [(*one, budgets.cut(tree, choice.budget, self.auto.depth))]
+        self.accept(self.verify(trees, []))
+        return time.perf_counter() - began
+
+    def draft(
+        self, choice: Choice, some: list[Sequence] | None = None
+    ) -> list[tuple[Sequence, Tree]]:
+        """A tree for every sequence that decodes, or for some; larger ones than the choice says
+        where their scores are wanted."""
+        ready = self.ready() if some is None else some
+        if choice.mode == "ar":
+            return [(s, spec_decode.single(s.tokens[-1])) for s in ready]
+        mode, nodes = choice.mode, choice.budget
+        if choice.scored:
+            mode, nodes = "tree", choice.scored
+        trees = Speculator(self.drafter, self.ops, mode, nodes).propose(
             roots=[s.tokens[-1] for s in ready],
             slots=[s.slot for s in ready],
             params=[s.params for s in ready],
@@ -432,6 +518,30 @@ class Engine:
             cache=self.cache,
         )
         return list(zip(ready, trees, strict=True))
+
+    def narrow(self, choice: Choice, trees: list[tuple[Sequence, Tree]]) -> Drafted:
+        """The trees to verify: where larger ones were drafted, as much of them as pays."""
+        if not choice.scored or not trees:
+            return Drafted(choice, trees)
+        sequences, drafted = map(list, zip(*trees, strict=True))
+        predicted = self.auto.predicted(drafted)
+        if self.leads and self.auto.measured:
+            choice = self.auto.narrow(sequences, predicted)
+        if self.comm is not None:
+            choice = self.comm.broadcast(choice)
+        depth = self.auto.depth
+        trees = [(s, budgets.cut(tree, choice.budget, depth)) for s, tree in trees]
+        return Drafted(choice, trees, predicted)
+
+    def learn(self, drafted: Drafted, accepted: list[Accepted], seconds: float) -> None:
+        """What the trees became, and how long it took, for the choices that follow."""
+        if self.auto is None or not drafted.trees:
+            return
+        self.auto.costs.saw(drafted.choice, len(drafted.trees), seconds)
+        if drafted.predicted is not None:
+            deep = [len(a.walk.rows) - 1 for a in accepted if a.part.tree is not None]
+            sequences = [s for s, _ in drafted.trees]
+            self.auto.learn(sequences, drafted.choice, drafted.predicted, deep)
 
     def verify(self, trees, chunks) -> Step:
         """One forward over all trees and prompt pieces."""

@@ -58,14 +58,19 @@ class Result:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per verify step (tau); the first token is the prefill's and does not count."""
-        return max(len(self.token_ids) - 1, 0) / self.steps if self.steps else 0.0
+        """Tokens per verify step (tau)."""
+        return acceptance_length(len(self.token_ids), 1, self.steps)
 
     @property
     def tok_per_s(self) -> float:
         """Tokens after the first, per second of decoding."""
         after_first = max(len(self.token_ids) - 1, 0)
         return after_first / self.decode_s if self.decode_s > 0 else 0.0
+
+
+def acceptance_length(tokens: int, texts: int, steps: int) -> float:
+    """Tokens per verify step (tau); each text's first token is the prefill's and does not count."""
+    return max(tokens - texts, 0) / steps if steps else 0.0
 
 
 @dataclass(eq=False)

@@ -1,22 +1,25 @@
 """Decode rounds recorded on the device: draft, build, verify, choose, walk, commit, extend.
 
-One graph for each (mode, budget, number of places) replays a whole round from arrays that stay on
-the device: roots, lengths, limits, page tables, requests, penalties. The host launches a round
-before it reads the one before, so the device does not wait for it; it reads tokens and counts,
-decides what has ended, and hands the next prompts to the engine's own step. The tokens and bits are
-the engine's: the operations are the same, and a row's bits do not depend on the other rows or on
-filler (R1).
+One graph for each (choice of budget.py, number of places) replays a whole round from arrays that
+stay on the device: roots, lengths, limits, page tables, requests, penalties. The host launches a
+round before it reads the one before, so the device does not wait for it; it reads tokens and
+counts, decides what has ended, and hands the next prompts to the engine's own step. The tokens and
+bits are the engine's: the operations are the same, and a row's bits do not depend on the other rows
+or on filler (R1).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from budget import Choice
 from cache import CacheFull, Placed
 from config import DeviceFault, UserError
 from model import Batch
@@ -35,6 +38,29 @@ class Emitted(NamedTuple):
     logits: np.ndarray | None
 
 
+class Scored(NamedTuple):
+    """Of the larger trees that a round's were cut from: scores and depths [B, M], sizes [B]."""
+
+    scores: np.ndarray
+    depths: np.ndarray
+    sizes: np.ndarray
+
+
+@dataclass(frozen=True)
+class Done:
+    """A round that was read.
+
+    seconds  of the device;  places, counts  every sequence of it, and the rows that it accepted
+    """
+
+    emitted: list[Emitted]
+    choice: Choice
+    seconds: float
+    places: list[Sequence]
+    counts: np.ndarray
+    scored: Scored | None
+
+
 @dataclass
 class _State:
     """The device's own copy of what a round moves on; names as in cache.LatentCache."""
@@ -50,8 +76,20 @@ class _State:
 class _Flight:
     """A round that was launched and not read: who stands where, and what it will leave behind."""
 
+    choice: Choice
     places: list[Sequence]
-    read: Callable[[], tuple]
+    read: Callable[[], _Read]
+
+
+class _Read(NamedTuple):
+    """What a round leaves behind, on the host; logits and rows where they are wanted."""
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    logits: np.ndarray | None
+    rows: np.ndarray | None
+    scored: Scored | None
+    seconds: float
 
 
 class Rounds:
@@ -88,6 +126,7 @@ class Rounds:
         self.places: list[Sequence] = []
         self.flight: _Flight | None = None
         self.failed = False  # recording was tried and did not work
+        self.recording = 0.0  # seconds that the last one took
 
     # -- the host's side
 
@@ -101,33 +140,46 @@ class Rounds:
             for s in running
         )
 
-    def step(
-        self, running: list[Sequence], mode: str, budget: int, more: bool
-    ) -> list[Emitted] | None:
-        """Read the round in flight and return what each sequence got; with `more`, the one that
+    def step(self, running: list[Sequence], choice: Choice, more: bool) -> Done | None:
+        """Read the round in flight and say what each sequence got; with `more`, the one that
         follows is launched before. None: pages are short, or the round cannot be recorded; the
         engine's own step does it."""
         if self.flight is None:
             self.enter(running)
-            if not self.launch(mode, budget):
+            if not self.launch(choice):
                 return None
         flight, self.flight = self.flight, None
         # Only if nobody has come or gone since, and never to record: recording starts from what the
         # host knows, which is behind by the round in flight.
-        if more and flight.places == running and self.key(mode, budget) in self.graphs:
-            self.launch(mode, budget)
-        tokens, counts, logits, rows = flight.read()
+        if more and flight.places == running and self.recorded(choice):
+            self.launch(choice)
+        read = flight.read()
         got = []
         for place, sequence in enumerate(flight.places):
-            n = int(counts[place])
+            n = int(read.counts[place])
             if n and sequence.finish_reason is None and sequence.slot >= 0:
-                of_tokens = None if logits is None else logits[rows[place, :n]]
-                got.append(Emitted(sequence, tokens[place, :n].tolist(), of_tokens))
-        return got
+                logits = None if read.logits is None else read.logits[read.rows[place, :n]]
+                got.append(Emitted(sequence, read.tokens[place, :n].tolist(), logits))
+        return Done(got, flight.choice, read.seconds, flight.places, read.counts, read.scored)
 
-    def key(self, mode: str, budget: int) -> tuple:
+    def key(self, choice: Choice, b: int, penalised: bool) -> tuple:
         """What a recorded graph is for."""
-        return (mode, budget, len(self.places), self.penalised)
+        nodes = {"ar": 1, "chain": self.depth + 1}.get(choice.mode, choice.budget)
+        return (choice._replace(budget=nodes), b, penalised)
+
+    def recorded(self, choice: Choice, running: list[Sequence] | None = None) -> bool:
+        """Whether a round of these sequences (None: of those in `places`) is recorded."""
+        some = self.places if running is None else running
+        return self.key(choice, len(some), penalised(some)) in self.graphs
+
+    def seconds(self, choice: Choice, running: list[Sequence]) -> float | None:
+        """How long a round takes the device, from where these sequences stand; they stay there. The
+        round in flight is dropped. None: pages are short, or the round cannot be recorded."""
+        self.enter(running)
+        if not self.launch(choice):
+            return None
+        flight, self.flight = self.flight, None
+        return flight.read().seconds
 
     def enter(self, running: list[Sequence]) -> None:
         """Bring the device's arrays level with the host's, for these sequences."""
@@ -142,16 +194,12 @@ class Rounds:
         params = [SamplingParams()] * len(cache.lengths)
         for s in running:
             params[s.slot] = s.params
-            if self.penalised:
+            if penalised(running):
                 self.ops.set_penalties(self.penalties, s.slot, s.params, s.path)
         refill(self.requests, self.ops.pack_requests(params))
         self.tables_sent = None
 
-    @property
-    def penalised(self) -> bool:
-        return any(s.params.needs_path or s.params.logit_bias for s in self.places)
-
-    def launch(self, mode: str, budget: int) -> bool:
+    def launch(self, choice: Choice) -> bool:
         """Start a round for `places`, unless pages are short."""
         cache, ahead = self.cache, 2 * (self.depth + 1)
         try:
@@ -162,8 +210,9 @@ class Rounds:
         except CacheFull:
             return False
         self.send_tables()
-        key = self.key(mode, budget)
+        key = self.key(choice, len(self.places), penalised(self.places))
         if key not in self.graphs:
+            began = time.perf_counter()
             try:
                 self.graphs[key] = self.ops.capture(lambda: self.round(*key))
             except (UserError, DeviceFault):
@@ -174,12 +223,14 @@ class Rounds:
                 log.warning("rounds are not recorded, plain steps go on: %s", error)
                 self.failed = True
                 return False
+            self.recording = time.perf_counter() - began
             self.enter(self.places)  # recording ran the round once
             self.send_tables()
+        begin = self.ops.launcher.mark()
         self.graphs[key].replay()
         wanted = any(s.wants_logits for s in self.places)
-        outputs = self.graphs[key].outputs
-        self.flight = _Flight(list(self.places), self._reader(outputs, wanted))
+        read = self._reader(self.graphs[key].outputs, wanted, begin)
+        self.flight = _Flight(choice, list(self.places), read)
         return True
 
     def send_tables(self) -> None:
@@ -189,29 +240,33 @@ class Rounds:
             self.tables_sent = tables.copy()
             self.ops.refill(self.state.tables, tables)
 
-    def _reader(self, outputs: tuple, wanted: bool) -> Callable[[], tuple]:
-        tokens, counts, rows, logits = outputs
-        some = (tokens, counts, rows, logits) if wanted else (tokens, counts)
-        fetch = self.ops.fetch(some)
+    def _reader(self, outputs: tuple, wanted: bool, begin) -> Callable[[], _Read]:
+        tokens, counts, scores, depths, sizes, rows, logits = outputs
+        scored = () if scores is None else (scores, depths, sizes)
+        end = self.ops.launcher.mark()
+        fetch = self.ops.fetch((tokens, counts, *scored, *((rows, logits) if wanted else ())))
 
-        def read() -> tuple:
-            host = fetch()
-            return (*host[:2], host[3], host[2]) if wanted else (*host, None, None)
+        def read() -> _Read:
+            tokens, counts, *rest = fetch()
+            scored = Scored(*rest[:3]) if scores is not None else None
+            rows, logits = rest[-2:] if wanted else (None, None)
+            seconds = self.ops.launcher.between(begin, end)
+            return _Read(tokens, counts, logits, rows, scored, seconds)
 
         return read
 
     # -- the device's side: nothing here looks at a value, uploads or waits
 
-    def round(self, mode: str, budget: int, b: int, penalised: bool) -> tuple:
-        """One round over the first b places -> (tokens, counts, rows, logits), device arrays.
+    def round(self, choice: Choice, b: int, penalised: bool) -> tuple:
+        """One round over the first b places -> (tokens, counts, scores, depths, sizes, rows,
+        logits), device arrays.
 
         tokens, rows  int32 [b, depth + 1];  counts int32 [b];  logits fp32 [b * budget, V]
+        scores, depths, sizes  of the larger trees (Scored), or None
         """
-        o, state, depth = self.ops, self.state, self.depth
+        o, state, depth, budget = self.ops, self.state, self.depth, choice.budget
         roots, slots, limits = self.roots[:b], self.slots[:b], self.limits[:b]
-        budget = {"ar": 1, "chain": depth + 1}.get(mode, budget)
-        ids, log_probs = self._candidates(roots, slots, budget, 1 if mode == "chain" else budget)
-        trees = o.build_trees(roots, limits, ids, log_probs, budget)
+        trees, whole = self.trees(choice, b)
         rows = o.tree_rows(trees, slots, state.lengths, b * budget)
         batch = Batch(rows.token_ids, rows.positions, rows.sequence, rows.parent)
         forward = self.model.forward(batch, state, o.arange(b * budget))
@@ -237,16 +292,35 @@ class Rounds:
             o.count_tokens(self.penalties, walks.tokens, slots)
         roots[...] = walks.roots
         limits -= walks.counts
-        return walks.tokens, walks.counts, walks.rows, forward.logits
+        scored = (None,) * 3 if whole is None else (whole.scores, whole.depths, whole.sizes)
+        return walks.tokens, walks.counts, *scored, walks.rows, forward.logits
 
-    def _candidates(self, roots, slots, budget: int, width: int) -> tuple:
-        """The drafter's likeliest tokens and their log-probabilities, [b, depth, width]."""
-        o, b = self.ops, len(roots)
-        if budget == 1:  # plain decoding: nothing is drafted
-            return self.nothing[0][:b], self.nothing[1][:b]
-        n, mask = self.depth + 1, self.drafter.dims.mask_token_id
-        rows = o.draft_rows(roots, slots, self.state.lengths, self.state.tables, n, mask)
-        logits = self.drafter.forward(rows, self.state)
-        logits = o.add_noise_of(logits, rows.owners, rows.draft_positions, self.requests)
-        ids, log_probs = map(o.decided, o.top_log_probs(logits, width))
-        return ids.reshape(b, self.depth, -1), log_probs.reshape(b, self.depth, -1)
+    def trees(self, choice: Choice, b: int) -> tuple:
+        """The round's trees, and the larger ones whose scores are wanted or None."""
+        o, nodes, scored = self.ops, choice.budget, choice.scored
+        roots, limits = self.roots[:b], self.limits[:b]
+        if nodes == 1:  # plain decoding: nothing is drafted
+            nothing = (array[:b] for array in self.nothing)
+            return o.build_trees(roots, limits, *nothing, 1), None
+        width = 1 if choice.mode == "chain" and not scored else max(nodes, scored)
+        ids, log_probs = map(o.decided, o.top_log_probs(self.drafts(b), width))
+        ids, log_probs = (array.reshape(b, self.depth, -1) for array in (ids, log_probs))
+        if not scored:
+            return o.build_trees(roots, limits, ids, log_probs, nodes), None
+        whole = o.build_trees(roots, limits, ids, log_probs, scored)
+        if nodes > self.depth:  # its beginning, see spec_decode.build_tree
+            return dataclasses.replace(whole, sizes=np.minimum(whole.sizes, nodes)), whole
+        return o.build_trees(roots, limits, ids, log_probs, nodes), whole
+
+    def drafts(self, b: int):
+        """The drafter's logits, with the requests' noise, [b * depth, V]."""
+        o, n, mask = self.ops, self.depth + 1, self.drafter.dims.mask_token_id
+        state, roots, slots = self.state, self.roots[:b], self.slots[:b]
+        rows = o.draft_rows(roots, slots, state.lengths, state.tables, n, mask)
+        logits = self.drafter.forward(rows, state)
+        return o.add_noise_of(logits, rows.owners, rows.draft_positions, self.requests)
+
+
+def penalised(some: list[Sequence]) -> bool:
+    """Whether logits are changed before tokens are chosen from them."""
+    return any(s.params.needs_path or s.params.logit_bias for s in some)

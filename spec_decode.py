@@ -10,12 +10,16 @@ Source of the tree: DDTree, best-first by path probability over a block drafter'
 from __future__ import annotations
 
 import heapq
+import struct
 from dataclasses import dataclass
 
 import numpy as np
 
 import sampling
 from model import Batch
+
+_FLOAT32 = struct.Struct("f")
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,13 @@ class Walk:
     tokens: list[int]
 
 
+def to_float32(value: float) -> float:
+    """A sum of log-probabilities, rounded."""
+    if value < -FLOAT32_MAX:
+        return -np.inf
+    return _FLOAT32.unpack(_FLOAT32.pack(value))[0]
+
+
 def build_tree(root: int, ids: np.ndarray, log_probs: np.ndarray, budget: int) -> Tree:
     """The `budget` most probable nodes, root included, over independent positions.
 
@@ -56,13 +67,15 @@ def build_tree(root: int, ids: np.ndarray, log_probs: np.ndarray, budget: int) -
     accepts no less than the chain would. Candidates of probability 0 (-inf) and NaN are left out.
     """
     depth_limit, width = ids.shape
-    tokens, parents, depths, scores = [int(root)], [-1], [0], [np.float32(0)]
+    tokens, parents, depths, scores = [int(root)], [-1], [0], [0.0]
     heap: list[tuple] = []
+    added = np.asarray(log_probs, np.float32).tolist()
 
-    def score_of(parent: int, rank: int) -> np.float32:
-        if rank == width or not log_probs[depths[parent], rank] > -np.inf:
-            return np.float32(-np.inf)
-        return np.float32(scores[parent] + np.float32(log_probs[depths[parent], rank]))
+    def score_of(parent: int, rank: int) -> float:
+        """float32: a sum of two in float64, rounded once more, is that of float32."""
+        if rank == width or not added[depths[parent]][rank] > -np.inf:
+            return -np.inf
+        return to_float32(scores[parent] + added[depths[parent]][rank])
 
     def offer(parent: int, rank: int) -> None:
         """Put a candidate on the heap, with those after it whose score rounds to the same."""
@@ -71,7 +84,7 @@ def build_tree(root: int, ids: np.ndarray, log_probs: np.ndarray, budget: int) -
         score = score_of(parent, rank)
         while score > -np.inf:
             following = score_of(parent, rank + 1)
-            more = bool(following == score)
+            more = following == score
             token = int(ids[depths[parent], rank])
             heapq.heappush(heap, (-score, depths[parent] + 1, parent, token, rank, more))
             if not more:

@@ -308,7 +308,7 @@ class Watch:
                     used = cache.pages_for(self.golden.result.prompt_tokens + self.tokens)
                     return min(1.0, used / engine.n_pages)
         if array.ndim == 3 and array.shape[0] == experts and len(array) > 1:
-            rows = 1 if engine.drafter is None else engine.settings.draft.budget
+            rows = 1 if engine.drafter is None else engine.settings.draft.most
             return min(1.0, rows * engine.dims.num_experts_per_tok / experts)
         return 1.0
 

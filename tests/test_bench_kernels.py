@@ -8,6 +8,7 @@ import pytest
 import bench
 import bench_kernels
 import ops
+from config import UserError
 from tests.conftest import launcher
 
 
@@ -59,6 +60,9 @@ def test_no_time_for_a_wrong_result(small, monkeypatch) -> None:
     monkeypatch.setattr(ops.CudaOps, "linear", lambda *a: kernels(*a) * (1 + (a[0].poison)))
     [row] = bench_kernels.table(["o_proj"], [9], False, small)
     assert (row["µs"], row["identical"]) == ("-", "NO")
+    for checked in (bench_kernels.Checked(1.0, 8, 8), bench_kernels.Checked(0.0, 0, 0)):
+        with pytest.raises(UserError, match="not checked, so not timed"):
+            bench_kernels.time_case(bench_kernels.CASES[1], [], None, 9, 1, 16, checked)
 
 
 def test_the_plain_read_reads_everything(small) -> None:

@@ -249,8 +249,8 @@ class TestCompare:
         code, out, err = call("--prompt", "hello", *options, *sampled)
         assert (code, err) == (0, "")
         rows = self.table(out)
-        assert [row[0] for row in rows] == ["ar", "chain", "tree, 6 nodes"]
-        assert [row[-1] for row in rows] == ["yes"] * 3
+        assert [row[0] for row in rows] == ["ar", "chain", "tree, 6 nodes", "tree, auto"]
+        assert [row[-1] for row in rows] == ["yes"] * 4
         assert rows[0][2:5] == ["1.00", "7", "1.00"]
         assert "identical: yes" in out
 
@@ -265,7 +265,7 @@ class TestCompare:
         monkeypatch.setattr(spec_decode, "walk", careless)
         code, out, _ = call("--prompt", "hello", "--compare", "--repeats", 1)
         assert code == 1
-        assert [row[-1] for row in self.table(out)] == ["yes", "NO", "NO"]
+        assert [row[-1] for row in self.table(out)][:3] == ["yes", "NO", "NO"]
         assert "identical: yes" not in out
 
     def test_without_a_drafter_there_is_ar(self, call, own):
@@ -344,6 +344,11 @@ def drop(*names):
 
 HEAD, NORM = "lm_head.weight", "model.norm.weight"
 BAD = {  # what is wrong: (how, words that the line must hold)
+    "logprobs that nobody prints": (flags("--logprobs", 2), ["--logprobs", "--json"]),
+    "repeats of nothing": (flags("--repeats", 2), ["--repeats", "--compare"]),
+    "budget of a word": (stating("budget: 8", "budget: some"), ["draft.budget", "some"]),
+    "two commands": (flags("--profile", "--compare"), ["--compare and --profile"]),
+    "nowhere for a profile's JSON": (flags("--profile", "--json"), ["--json", "--profile"]),
     "unknown key": (stating("context", "contxt"), ["decode.contxt", "context"]),
     "unknown section": (settings("+decoder: {}\n"), ["decoder", "decode"]),
     "value of a wrong type": (stating("12", "twelve"), ["decode.max_tokens", "twelve"]),

@@ -65,7 +65,7 @@ def test_rounds_give_the_bits_of_plain_steps(device, activation, tmp_path, monke
     for mode, budget in (("ar", 1), ("chain", 1), ("tree", 6)):
         made.use(mode, budget)
         assert_same(decode(made, REQUESTS), expected)
-    assert {mode for mode, _ in launched} == {"ar", "chain", "tree"}
+    assert {choice.mode for (choice,) in launched} == {"ar", "chain", "tree"}
     assert len(made.cache.free_slots) == 2
 
 
@@ -172,6 +172,49 @@ def test_a_mode_changed_with_a_round_in_flight(device, first, then, tmp_path, mo
             made.use(*mode)
             made.step()
     assert_same([s.result() for s in sequences], expected)
+
+
+SEVERAL = (1, 4, 12)  # nodes: of plain decoding, fewer than the chain's 8, and more
+
+
+@pytest.mark.parametrize("batch", (1, 2))
+def test_budgets_that_change_every_round(device, batch, tmp_path, monkeypatch) -> None:
+    """Whatever "auto" picks, round by round and with a round in flight: the same ids and bits."""
+    plain = make(tmp_path, monkeypatch, device, recorded=False)
+    expected = [decode(plain, [request])[0] for request in REQUESTS[:2]]
+    made = make(tmp_path, monkeypatch, device, batch=batch)
+    made.use("tree", "auto")
+    auto = made.auto
+    auto.choices = tuple(c._replace(scored=12) for c in auto.choices if c.budget in SEVERAL)
+    auto.costs.measured = {c: 1.0 for c in auto.choices}
+    auto.measured = True
+    script, picked, flown = np.random.default_rng(1), [], []
+
+    def choose(sequences, before):
+        assert len(before) == len(auto.choices)
+        picked.append(auto.choices[script.integers(len(auto.choices))])
+        flown.append(made.rounds.flight is not None)
+        return picked[-1]
+
+    monkeypatch.setattr(auto, "choose", choose)
+    for _ in range(2):  # at first each round is recorded, and waits for the one in flight
+        assert_same(decode(made, REQUESTS[:2]), expected)
+    assert set(picked) == set(auto.choices) and sum(flown) > 3
+    assert all(auto.kinds[greedy].hopes.any() for greedy in (True, False))
+
+
+def test_rounds_are_measured_where_they_stand(device, tmp_path, monkeypatch) -> None:
+    """Before the first round of "auto": every choice, of which nothing is seen in the text."""
+    plain = make(tmp_path, monkeypatch, device, recorded=False)
+    expected = decode(plain, REQUESTS)
+    made = make(tmp_path, monkeypatch, device)
+    made.use("tree", "auto")
+    made.auto.choices = tuple(
+        c._replace(scored=12) for c in made.auto.choices if c.budget in (1, 8)
+    )
+    assert_same(decode(made, REQUESTS), expected)
+    assert made.auto.measured and all(s > 0 for s in made.auto.costs.measured.values())
+    assert {key[0] for key in made.rounds.graphs} >= set(made.auto.choices)
 
 
 def test_g1_huge_top_k_and_min_tokens_are_harmless(device, tmp_path, monkeypatch) -> None:

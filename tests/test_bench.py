@@ -1,0 +1,150 @@
+"""bench.py: two runs side by side, a whole step, one-line ends; engine.py --profile."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import bench
+import bench_step
+import engine
+import profiler
+from config import DEVICE_FAULT, DeviceFault, UserError
+from parallel import RankFailed
+from sampling import SamplingParams
+from tests import toy
+from tests.conftest import launcher
+
+YAML = """\
+model: {path: toy}
+draft: {path: toy/drafter, mode: tree, budget: auto, limit: 8}
+decode: {leaf: 16, span: 2, prefill_chunk: 32, max_tokens: 12}
+"""
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory):
+    """A config with a toy checkpoint of 256 positions."""
+    directory = tmp_path_factory.mktemp("house")
+    longer = {"max_position_embeddings": 256}
+    toy.write_checkpoint(directory / "toy", drafter=longer, **longer)
+    (directory / "toy.yaml").write_text(YAML)
+    (directory / "fixed.yaml").write_text(YAML.replace("budget: auto", "budget: 4"))
+    return directory
+
+
+# ---- --against ---------------------------------------------------------------------------------
+
+
+def row(us, spread, **more) -> dict:
+    return {"op": "o_proj", "T": 8, "µs": us, "spread": spread, "GB/s": 9.0, **more}
+
+
+@pytest.mark.parametrize(
+    "now, verdict",
+    (
+        (row(10.3, "10.2-10.4"), ""),  # by less than clocks differ
+        (row(12.0, "9.8-13.0"), ""),  # the runs have values in common
+        (row(12.0, "11.9-12.1"), "* worse"),
+        (row(8.0, "7.9-8.1"), "* better"),
+    ),
+)
+def test_changes_beyond_the_noise_are_marked(now, verdict):
+    [found] = bench.changes([row(10.0, "9.9-10.1"), row(7.0, "7-7", T=9)], [now])
+    assert (found["op"], found["T"], found["of"]) == ("o_proj", 8, "µs")
+    assert found["ratio"] == pytest.approx(now["µs"] / 10) and found["beyond noise"] == verdict
+
+
+def test_more_is_better_of_some_and_what_was_not_timed_is_left_out():
+    was = {"mode": "ar", "tok/s": 100.0, "spread": "99.0-101.0", "ms a step": 10.0}
+    now = {"mode": "ar", "tok/s": 150.0, "spread": "149.0-151.0", "ms a step": 6.7}
+    assert [r["beyond noise"] for r in bench.changes([was], [now])] == ["* better"] * 2
+    with pytest.raises(UserError, match="nothing that this one did"):
+        bench.changes([row(10.0, "1-2")], [row("-", "-")])
+
+
+@pytest.mark.parametrize("text", ("", "{}", "[]", "[1]"))
+def test_a_file_of_no_run_is_refused(text, tmp_path, capsys):
+    (tmp_path / "x.json").write_text(text)
+    assert bench.main(["speed", "--against", str(tmp_path / "x.json")]) == 2
+    assert bench.main(["speed", "--against", str(tmp_path / "gone.json")]) == 2
+    assert all(line.startswith("error: --against") for line in capsys.readouterr().err.splitlines())
+
+
+def test_speed_and_its_file(house, tmp_path, capsys):
+    argv = ["speed", "--device", "cpu", "--config", str(house / "toy.yaml"), "--budgets", "8",
+            "auto", "--max-tokens", "8", "--repeats", "1"]  # fmt: skip
+    assert bench.main([*argv, "--json", str(tmp_path / "x.json")]) == 0
+    rows = json.loads((tmp_path / "x.json").read_text())
+    assert [r["mode"] for r in rows][-3:] == ["chain", "tree, 8 nodes", "tree, auto"]
+    assert bench.main([*argv, "--against", str(tmp_path / "x.json")]) == 0
+    assert "| mode | of | was | is | ratio | beyond noise |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "error, code", ((DeviceFault("a\nb"), DEVICE_FAULT), (RankFailed("rank 1"), 1))
+)
+def test_one_line_ends(error, code, monkeypatch, capsys):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr(bench, "speed", fail)
+    assert bench.main(["speed"]) == code
+    assert capsys.readouterr().err == f"error: {' '.join(str(error).split())}\n"
+
+
+# ---- a step and its parts ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device, more", (("cpu", ["auto"]), ("emulate", [])))
+def test_a_step_in_parts(device, more, house, monkeypatch, capsys):
+    if device == "emulate":
+        if isinstance(launcher(device), str):
+            pytest.skip(launcher(device))
+        monkeypatch.setattr(bench_step, "REPEATS", 1)
+        monkeypatch.setattr(bench_step, "SCRIPTS", bench_step.SCRIPTS[::3])
+    argv = ["step", "--config", str(house / "fixed.yaml"), "--device", device, "--contexts", "20",
+            "--max-tokens", "9", "--budgets", "8", *more, "--repeats", "1"]  # fmt: skip
+    assert bench.main(argv) == 0
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    names = [n.strip() for n in head.strip("|").split("|")]
+    rows = [
+        dict(zip(names, (v.strip() for v in line.strip("|").split("|")), strict=True))
+        for line in lines
+    ]
+    modes = ["ar", "chain", "tree, 8 nodes", *(["tree, auto"] if more else [])]
+    assert [r["mode"] for r in rows] == modes
+    assert all(r["identical"] == "yes" for r in rows) and float(rows[0]["ids"]) >= 4
+    assert float(rows[2]["τ perfect"]) >= 4 and float(rows[2]["τ wrong"]) == 1
+    assert float(rows[0]["drafter"]) == 0 < float(rows[1]["drafter"]) < float(rows[1]["µs"])
+
+
+# ---- --profile ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ("cpu", "emulate"))
+def test_a_profile_adds_up_to_the_step(device, house, capsys):
+    if device == "emulate" and isinstance(launcher(device), str):
+        pytest.skip(launcher(device))
+    argv = ["--config", str(house / "toy.yaml"), "--device", device, "--budget", "8",
+            "--max-tokens", "14", "--profile", "--prompt", "hello"]  # fmt: skip
+    assert engine.main(argv) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    by_name = {c[0]: c for c in cells}
+    expected = {"cpu": {"linear", "latent_attention", "choose"}, "emulate": {"latent_spans"}}
+    assert expected[device] <= set(by_name) and "idle, or none of these" in by_name
+    whole = float(by_name["**a step**"][3])
+    parts = sum(float(c[3]) for n, c in by_name.items() if n not in ("**a step**", "between steps"))
+    assert parts == pytest.approx(whole, rel=0.02, abs=0.001 * len(cells))
+
+
+def test_a_profile_leaves_operations_as_they_were(house):
+    made = toy.engine_of(house / "toy", drafter=True)
+    before = set(vars(made.ops))
+    made.use("tree", "auto")
+    assert "| linear |" in profiler.table(made, [1, 2, 3], SamplingParams(max_tokens=12))
+    assert set(vars(made.ops)) == before and not made.running
+    with pytest.raises(UserError, match="at least 4"):
+        profiler.table(made, [1, 2, 3], SamplingParams(max_tokens=1))
