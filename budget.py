@@ -22,6 +22,7 @@ NODES = tuple(sorted(n for e in range(1, 11) for n in (2**e, 3 * 2 ** (e - 1)) i
 FRESH = 0.2  # weight of a round's prediction in its text's
 KEPT = 0.9  # of a text's counts after a round; of all texts' counts and seconds see below
 KEPT_OF_ALL = 0.995
+FORGOTTEN = 0.1  # of what is known of a text, in a round of plain decoding
 TRUST = 2.0  # reaches of a depth that a text must predict to weigh as much as all texts
 TURNS = 4  # of every choice when they are measured; the shortest counts
 MOST_LEFT = 256  # tokens to come of a text, as far as recording another round is concerned
@@ -152,6 +153,11 @@ class _Text:
         self.hits = kept * self.hits + got
         self.hopes = kept * self.hopes + predicted[choice]
 
+    def forget(self, of_all: _Text) -> None:
+        """A round without drafts: what was known of this text counts less than what is of all."""
+        self.reach = self.reach + FORGOTTEN * (of_all.reach - self.reach)
+        self.hits, self.hopes = (1 - FORGOTTEN) * self.hits, (1 - FORGOTTEN) * self.hopes
+
     def calibration(self, prior) -> np.ndarray:
         """[depth], from `prior` on."""
         return (self.hits + TRUST * prior) / (self.hopes + TRUST)
@@ -230,6 +236,9 @@ class Auto:
         took[1:][[b * c.budget > self.rows for c in self.choices[1:]]] = np.inf
         best, draft = int(np.argmin(took)), 1 + int(np.argmin(took[1:]))
         if best == 0 and took[draft] < np.inf:
+            for sequence in sequences:  # what was low may have risen: nothing is heard of it now
+                if sequence in self.texts:
+                    self.texts[sequence].forget(self.kinds[sequence.params.greedy])
             self.quiet += 1
             lost = costs[draft] - costs[0] * gain[draft] / b
             if self.quiet >= min(max(lost / (PROBING * costs[0]), LEAST_QUIET), MOST_QUIET):

@@ -296,7 +296,7 @@ class Draft:
     path: Path | None = _key(_optional(_path), None)
     mode: str = _key(_choice("ar", "chain", "tree"), "ar")
     budget: int | str = _key(_or_auto(_integer(1, MOST_NODES)), 16)  # nodes, the root included
-    limit: int = _key(_integer(2, MOST_NODES), 64)
+    limit: int = _key(_integer(2, MOST_NODES), 32)
 
     @property
     def most(self) -> int:

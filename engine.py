@@ -252,7 +252,8 @@ class Engine:
             entry += draft.num_hidden_layers * 2 * kv_heads * draft.head_dim
         nodes = decode.batch * self.settings.draft.most
         if self.settings.draft.budget == config.AUTO:
-            nodes = budgets.most_rows(decode.batch, self.settings.draft.limit)
+            # Each number of nodes keeps the arrays of its round; together about so much.
+            nodes = 3 * budgets.most_rows(decode.batch, self.settings.draft.limit)
         rows, reach = max(decode.prefill_chunk, nodes), decode.context - 1
         plans = [self.plan, self.draft_plan] if self.draft_plan else [self.plan]
         need = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pickle
@@ -67,7 +68,7 @@ def engine_of(
         model=config.ModelSection(path=directory, lora_norm_eps=None, stated=()),
         tp=config.TensorParallel(size=comm.size if comm else 1, cut=cut),
         kernels=config.Kernels(activation=activation),
-        draft=config.Draft(path=directory / "drafter" if drafter else None),
+        draft=config.Draft(path=directory / "drafter" if drafter else None, limit=8),
         decode=config.Decode(**{"batch": 8, "prefill_chunk": 32, "leaf": 16, "span": 2, **decode}),
     )
     return Engine(settings, device, comm=comm)
@@ -222,6 +223,31 @@ def test_recorded_rounds_on_two_ranks(worlds, tmp_path):
 
 
 # ---- rank 0 decides ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ("cpu", "emulate"))
+def test_budgets_are_rank_0s(worlds, tmp_path, monkeypatch, device):
+    """The others measure what it measures, and draft what it picks: here another choice a step."""
+    toy.write_checkpoint(tmp_path, drafter={})
+    n = 24 if device == "cpu" else 7
+    params = SamplingParams(max_tokens=n, temperature=1.0, seed=5, ignore_eos=True)
+    plain = engine_of(tmp_path, drafter=True)
+    if device == "emulate":
+        plain = engine_of(tmp_path, drafter=True, device=device, batch=2)
+    expected = plain.generate(["hello", "b"], params, keep_logits=True)
+    engine = engine_of(tmp_path, worlds(2), drafter=True, device=device, batch=2)
+    engine.use("tree", "auto")
+    toy.assert_same_results(engine.generate(["hello", "b"], params, keep_logits=True), expected)
+    assert engine.auto.measured
+    turns, picked = itertools.cycle(engine.auto.choices), set()
+
+    def choose(*_):
+        picked.add(choice := next(turns))
+        return choice
+
+    monkeypatch.setattr(engine.auto, "choose", choose)
+    toy.assert_same_results(engine.generate(["hello", "b"], params, keep_logits=True), expected)
+    assert len(picked) >= 3
 
 
 def test_h2_other_drafts_on_rank_1_change_nothing(tmp_path):
