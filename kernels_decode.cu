@@ -70,18 +70,24 @@ DEVICE u64 key_of(float value, int id) {
   return (u64)(bits & 0x80000000u ? ~bits : bits | 0x80000000u) << 32 | ~(u32)id;
 }
 DEVICE int id_of(u64 key) { return (int)~(u32)key; }
+DEVICE float value_of(u64 key) {
+  const u32 bits = key >> 32;
+  return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
+}
 
 DEVICE bool finite(float value) { return (__float_as_uint(value) & 0x7f800000u) != 0x7f800000u; }
 
+DEVICE u64 warp_max(u64 value) {
+  const u32 high = __reduce_max_sync(ALL, (u32)(value >> 32));
+  return (u64)high << 32 | __reduce_max_sync(ALL, value >> 32 == high ? (u32)value : 0);
+}
+
 // Integer reductions over the block; shared: WARPS words, free on return.
 DEVICE u64 block_max(u64 value, u64* shared) {
-  for (int distance = 16; distance > 0; distance >>= 1) {
-    const u64 other = __shfl_xor_sync(ALL, value, distance);
-    value = other > value ? other : value;
-  }
+  value = warp_max(value);
   if ((threadIdx.x & 31) == 0) shared[threadIdx.x / 32] = value;
   __syncthreads();  // every warp's maximum is there before any is read
-  for (int w = 0; w < WARPS; w++) value = shared[w] > value ? shared[w] : value;
+  for (int w = 0; w < WARPS; w++) value = max(value, shared[w]);
   __syncthreads();  // all have read before the caller writes `shared` again
   return value;
 }
@@ -94,25 +100,69 @@ DEVICE u64 block_total(u64 value, u64* shared) {
   __syncthreads();  // all have read before the caller writes `shared` again
   return total;
 }
+// The sum over the threads in front of this one.
+DEVICE u64 block_before(u64 value, u64* shared) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  u64 sum = value;
+  for (int distance = 1; distance < 32; distance <<= 1) {
+    const u64 other = __shfl_up_sync(ALL, sum, distance);
+    if (lane >= distance) sum += other;
+  }
+  if (lane == 31) shared[warp] = sum;
+  __syncthreads();  // every warp's sum is there before any is read
+  sum -= value;
+  for (int w = 0; w < warp; w++) sum += shared[w];
+  __syncthreads();  // all have read before the caller writes `shared` again
+  return sum;
+}
+
+// What key_at counts in.
+struct Descent {
+  u64 bins[256], warps[WARPS], left;
+  u32 set[2], clear[2];  // bits that some key has, that some key has not; low words first
+  int digit;
+};
+static_assert(THREADS == 256, "a thread a bin");
+DEVICE void count_in(u64* bin, u64 weight) { atomicAdd(bin, weight); }  // integers: no order
+DEVICE void count_in(u64* bin, u32 weight) { atomicAdd((u32*)bin, weight); }  // faster; below 2^32
 
 // The key at which the weights of the keys from the top down reach `want` (at least 1, at most their
-// total): a descent by 8 bits. With weights of 1 it is the want-th largest key. bins: 256 words.
+// total); keys of 0 are none. A descent by 8 bits from the first bit in which keys differ. With
+// weights of 1 it is the want-th largest key.
 template <class KeyOf, class WeightOf>
-DEVICE u64 key_at(int n, u64 want, const KeyOf& key, const WeightOf& weight, u64* bins) {
-  u64 prefix = 0;
-  for (int shift = 56; shift >= 0; shift -= 8) {
-    for (int i = threadIdx.x; i < 256; i += THREADS) bins[i] = 0;
+DEVICE u64 key_at(int n, u64 want, const KeyOf& key, const WeightOf& weight, Descent& d) {
+  u64 set = 0, clear = 0;
+  for (int i = threadIdx.x; i < n; i += THREADS)
+    if (const u64 k = key(i)) set |= k, clear |= ~k;
+  if (threadIdx.x < 2) d.set[threadIdx.x] = d.clear[threadIdx.x] = 0;
+  __syncthreads();  // the words are zero before bits are added
+  for (int word = 0; word < 2; word++) {
+    const u32 ones = __reduce_or_sync(ALL, (u32)(set >> (32 * word)));
+    const u32 zeros = __reduce_or_sync(ALL, (u32)(clear >> (32 * word)));
+    if ((threadIdx.x & 31) == 0) atomicOr(&d.set[word], ones), atomicOr(&d.clear[word], zeros);
+  }
+  __syncthreads();  // all bits are there before they are read
+  set = (u64)d.set[1] << 32 | d.set[0];
+  const u64 differ = set & ((u64)d.clear[1] << 32 | d.clear[0]);
+  int high = 64 - __clzll(differ);  // bits that are not decided yet
+  u64 prefix = high < 64 ? set >> high << high : 0;
+  const int mine = 255 - threadIdx.x;
+  while (high > 0) {
+    const int low = max(high - 8, 0);
+    d.bins[mine] = 0;
     __syncthreads();  // bins are empty before anything is counted
     for (int i = threadIdx.x; i < n; i += THREADS) {
       const u64 k = key(i);
-      if (k && (shift == 56 || k >> (shift + 8) == prefix >> (shift + 8)))
-        atomicAdd(&bins[(k >> shift) & 255], weight(i));  // integers: no order
+      if (k && (high == 64 || k >> high == prefix >> high))
+        count_in(&d.bins[(k >> low) & ((1 << (high - low)) - 1)], weight(i));
     }
     __syncthreads();  // all is counted before it is read
-    int digit = 255;
-    for (; digit > 0 && bins[digit] < want; digit--) want -= bins[digit];
-    prefix |= (u64)digit << shift;
-    __syncthreads();  // all have read before the bins are emptied
+    const u64 here = d.bins[mine], above = block_before(here, d.warps);
+    if (above < want && want <= above + here) d.digit = mine, d.left = want - above;
+    __syncthreads();  // the digit is there before it is read
+    want = d.left;
+    prefix |= (u64)d.digit << low;
+    high = low;
   }
   return prefix;
 }
@@ -126,6 +176,56 @@ struct Request {
   float temperature;  // 0: greedy
   int top_k;          // 0: off
 };
+DEVICE bool has_top_k(const Request& request, int V) { return request.top_k > 0 && request.top_k < V; }
+DEVICE bool is_filtered(const Request& request, int V) {
+  return request.temperature != 0.0f && (request.top_p || request.min_mass || has_top_k(request, V));
+}
+
+// A row falls in parts of PART columns, a block each, of which a thread holds EACH: column_of. What
+// parts say of a row is joined by a later launch: keys and integers, so by any order.
+constexpr int EACH = PART / THREADS;
+static_assert(EACH % 4 == 0 && EACH <= 32, "groups of four, a bit a column");
+DEVICE int column_of(int j) {  // of this thread's j-th: four neighbours, then THREADS * 4 further on
+  return blockIdx.x * PART + j / 4 * (THREADS * 4) + threadIdx.x * 4 + j % 4;
+}
+
+DEVICE int place_of(int v) {  // which of this thread's columns v is, or -1
+  const int at = v - blockIdx.x * PART;
+  if (at < 0 || at >= PART || at % (THREADS * 4) / 4 != threadIdx.x) return -1;
+  return at / (THREADS * 4) * 4 + at % 4;
+}
+
+// This thread's columns of a row; past its end -inf.
+struct __align__(16) Four { u32 of[4]; };
+DEVICE void from_bits(u32 bits, float* to) { *to = __uint_as_float(bits); }
+DEVICE void from_bits(u32 bits, int* to) { *to = (int)bits; }
+template <class T>
+DEVICE void load_part(const T* row, int V, T (&to)[EACH]) {
+  const bool whole = V % 4 == 0 && (u64)row % 16 == 0;
+#pragma unroll
+  for (int j = 0; j < EACH; j += 4) {
+    const int v = column_of(j);
+    Four four;
+    if (whole && v < V) four = *(const Four*)(row + v);
+    else
+#pragma unroll
+      for (int c = 0; c < 4; c++) four.of[c] = v + c < V ? ((const u32*)row)[v + c] : 0xff800000u;
+#pragma unroll
+    for (int c = 0; c < 4; c++) from_bits(four.of[c], &to[j + c]);
+  }
+}
+DEVICE void store_part(const float (&values)[EACH], int V, float* row) {
+  const bool whole = V % 4 == 0 && (u64)row % 16 == 0;
+#pragma unroll
+  for (int j = 0; j < EACH; j += 4) {
+    const int v = column_of(j);
+    if (whole && v < V) *(float4*)(row + v) = float4{values[j], values[j + 1], values[j + 2], values[j + 3]};
+    else
+#pragma unroll
+      for (int c = 0; c < 4; c++)
+        if (v + c < V) row[v + c] = values[j + c];
+  }
+}
 
 // Penalties on a copy of the logits (sampling.penalised), one block a row. Lists are by row:
 // entries offsets[t] .. offsets[t + 1] - 1, an id once in each list.
@@ -163,7 +263,7 @@ KERNEL penalise(float* logits,            // [T, V]
 
 // The same for the rows of trees, from what is kept of every sequence; a copy, and a plain one for
 // rows without a sequence. A node's path is the sequence's text, its root included, and the nodes
-// below the root down to itself. grid (ceil(V / THREADS), T), shared depth ints.
+// below the root down to itself. grid (parts, T), shared depth ints.
 KERNEL penalise_paths(const float* logits,     // [T, V]
                       const int* token_ids,    // [T]
                       const int* sequence,     // [T] slot, or -1
@@ -178,7 +278,11 @@ KERNEL penalise_paths(const float* logits,     // [T, V]
                       int V, int depth, int n_stops) {
   extern __shared__ __align__(16) int path[];  // tokens below the root
   __shared__ int n_path;
-  const int v = blockIdx.x * THREADS + threadIdx.x, t = blockIdx.y, slot = sequence[t];
+  const int t = blockIdx.y, slot = sequence[t];
+  float values[EACH], bias[EACH];
+  int known[EACH], here[EACH] = {};
+  load_part(logits + (i64)t * V, V, values);
+  if (slot >= 0) load_part(biases + (i64)slot * V, V, bias), load_part(counts + (i64)slot * V, V, known);
   if (threadIdx.x == 0) {
     int n = 0;
     if (slot >= 0)
@@ -187,27 +291,34 @@ KERNEL penalise_paths(const float* logits,     // [T, V]
     n_path = n;
   }
   __syncthreads();  // the path is there before it is looked through
-  if (v >= V) return;
-  float value = logits[(i64)t * V + v];
   if (slot >= 0) {
-    const i64 at = (i64)slot * V + v;
-    int here = 0;
-    for (int i = 0; i < n_path; i++) here += path[i] == v;
-    const int count = max(counts[at], 0) + here;
+    for (int i = 0; i < n_path; i++) {
+      const int column = place_of(path[i]);
+#pragma unroll
+      for (int j = 0; j < EACH; j++) here[j] += j == column;
+    }
     const float repetition = penalties[3 * slot], frequency = penalties[3 * slot + 1];
     const float presence = penalties[3 * slot + 2];
-    if (repetition != 1.0f && (counts[at] >= 0 || here > 0))
-      value = value > 0.0f ? __fdiv_rn(value, repetition) : __fmul_rn(value, repetition);
-    if (count > 0 && (frequency != 0.0f || presence != 0.0f)) {
-      value = __fsub_rn(value, __fmul_rn(frequency, (float)count));
-      value = __fsub_rn(value, presence);
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+      const int count = max(known[j], 0) + here[j];
+      float value = values[j];
+      if (repetition != 1.0f && (known[j] >= 0 || here[j] > 0))
+        value = value > 0.0f ? __fdiv_rn(value, repetition) : __fmul_rn(value, repetition);
+      if (count > 0 && (frequency != 0.0f || presence != 0.0f)) {
+        value = __fsub_rn(value, __fmul_rn(frequency, (float)count));
+        value = __fsub_rn(value, presence);
+      }
+      values[j] = __fadd_rn(value, bias[j]);
     }
-    value = __fadd_rn(value, biases[at]);
     if (emitted[slot] + n_path < min_tokens[slot])
-      for (int i = 0; i < n_stops; i++)
-        if (stops[slot * n_stops + i] == v) value = minus_infinity();
+      for (int i = 0; i < n_stops; i++) {
+        const int column = place_of(stops[slot * n_stops + i]);
+#pragma unroll
+        for (int j = 0; j < EACH; j++) values[j] = j == column ? minus_infinity() : values[j];
+      }
   }
-  out[(i64)t * V + v] = value;
+  store_part(values, V, out + (i64)t * V);
 }
 
 // Emitted tokens enter the counts. A thread a sequence, grid ceil(B / THREADS).
@@ -227,155 +338,572 @@ KERNEL count_tokens(const int* tokens,  // [B, M], -1: none
   }
 }
 
-// The greedy token of each row and the largest logit. One block a row. A row of logits with NaN or
-// +inf, or with nothing finite before or after penalties, has NO_TOKEN.
-KERNEL best_tokens(const float* logits,    // [T, V] as the model gave them
-                   const float* adjusted,  // [T, V] after penalties; may be logits
-                   int* tokens,            // [T]
-                   float* peaks,           // [T] of adjusted
-                   int V) {
-  __shared__ u64 shared[WARPS];
-  logits += (i64)blockIdx.x * V, adjusted += (i64)blockIdx.x * V;
-  u64 best = 0, broken = 0, raw = 0;
-  for (int v = threadIdx.x; v < V; v += THREADS) {
-    if (!finite(logits[v]) && logits[v] != minus_infinity()) {
-      broken = 1;
-      continue;
-    }
-    raw |= finite(logits[v]);
-    const u64 key = key_of(adjusted[v], v);
-    best = key > best ? key : best;
-  }
-  best = block_max(best, shared);
-  const bool usable = !block_max(broken, shared) && block_max(raw, shared);
-  if (threadIdx.x) return;
-  const float peak = best ? adjusted[id_of(best)] : minus_infinity();
-  tokens[blockIdx.x] = usable && finite(peak) ? id_of(best) : NO_TOKEN;
-  peaks[blockIdx.x] = peak;
+// The noise to within 1e-4, for a guess that spares most of the exact ones.
+DEVICE float gumbel_about(u64 seed, u32 id, u32 position) {
+  const u32 x = philox(seed, id, position);
+  const float v = __fmul_rn(__fadd_rn((float)x, 0.5f), 0x1p-32f);
+  const float rest = __fmul_rn(__fadd_rn((float)~x, 0.5f), 0x1p-32f);  // 1 - v
+  const float series = __fmul_rn(v, __fmaf_rn(v, __fmaf_rn(v, 1.0f / 3, 0.5f), 1.0f));
+  return -__logf(v < 0x1p-6f ? series : -__logf(rest));
 }
 
-// What sampled rows are chosen by. grid (ceil(V / THREADS), T); greedy rows, filler rows and rows
-// without a token are skipped.
-KERNEL noisy_scores(const float* adjusted,    // [T, V]
-                    const Request* requests,
-                    const int* owners,        // [T] request of each row
-                    const int* positions,     // [T]; the emitted token stands `ahead` further on
-                    const int* tokens,        // [T] of best_tokens
-                    const float* peaks,       // [T]
-                    float* scores,            // [T, V] logit / temperature + noise
-                    u64* masses,              // [T, V], written where a filter needs them
-                    int V, int ahead) {
-  const int v = blockIdx.x * THREADS + threadIdx.x, t = blockIdx.y;
-  if (v >= V || owners[t] < 0 || tokens[t] == NO_TOKEN) return;
+// Key of the best score (value / temperature + noise) among this thread's `kept` columns (a bit
+// each) of all threads; 0: none. Exact noise is made only where the guess comes near the best guess.
+// Loops stay loops: unrolled they would be more code than a multiprocessor holds.
+DEVICE u64 best_score(const float (&scaled)[EACH], u32 kept, const Request& request, int position,
+                      u64* shared) {
+  float guess[EACH], most = minus_infinity();
+#pragma unroll 1
+  for (int j = 0; j < EACH; j += 4) {
+    if (!(kept >> j & 15)) continue;
+#pragma unroll
+    for (int c = j; c < j + 4; c++) {
+      guess[c] = __fadd_rn(scaled[c], gumbel_about(request.seed, column_of(c), position));
+      if (kept >> c & 1) most = fmaxf(most, guess[c]);
+    }
+  }
+  const u64 found = block_max(kept ? key_of(most, 0) : 0, shared);
+  if (!found) return 0;
+  most = value_of(found);
+  // Both guesses may be off by 1e-4, both sums by half a unit in the last place.
+  const float least = finite(most) ? most - (1e-3f + fabsf(most) * 0x1p-20f) : most;
+  u64 best = 0;
+#pragma unroll 1
+  for (int j = 0; j < EACH; j++) {
+    if (!(kept >> j & 1) || !(guess[j] >= least)) continue;
+    const float score = __fadd_rn(scaled[j], gumbel(request.seed, column_of(j), position));
+    best = max(best, key_of(score, column_of(j)));
+  }
+  return block_max(best, shared);
+}
+
+// The largest logit of every part. What a filtered row is counted in is emptied. grid (parts, T).
+KERNEL best_of_parts(const float* logits,    // [T, V] as the model gave them
+                     const float* adjusted,  // [T, V] after penalties; may be logits
+                     const Request* requests,  // or ignored if !sampled
+                     const int* owners,        // [T] request of each row
+                     u64* bests,   // [T, parts] keys
+                     int* states,  // [T, parts] 1: something finite, 2: NaN or +inf
+                     u64* masses,  // [T, BINS]
+                     int* counts,  // [T, BINS]
+                     int* listed,  // [T]
+                     int V, int sampled) {
+  __shared__ u64 keys[WARPS];
+  __shared__ int found[WARPS];
+  grid_dependency_wait();
+  grid_dependency_launch();
+  const int t = blockIdx.y, part = blockIdx.x, parts = gridDim.x;
+  float values[EACH];
+  load_part(logits + (i64)t * V, V, values);
+  bool some = false, broken = false;
+#pragma unroll
+  for (int j = 0; j < EACH; j++) {
+    some |= values[j] > minus_infinity();  // or broken
+    broken |= !(values[j] < -minus_infinity());
+  }
+  if (adjusted != logits) load_part(adjusted + (i64)t * V, V, values);
+  float most = values[0];
+  int at = 0;
+#pragma unroll
+  for (int j = 1; j < EACH; j++)
+    if (values[j] > most) most = values[j], at = j;  // the first of equals
+  const u64 key = warp_max(column_of(0) < V ? key_of(most, column_of(at)) : 0);
+  const int state = (__any_sync(ALL, some) ? 1 : 0) | (__any_sync(ALL, broken) ? 2 : 0);
+  if ((threadIdx.x & 31) == 0) keys[threadIdx.x / 32] = key, found[threadIdx.x / 32] = state;
+  __syncthreads();  // every warp's best is there before one thread joins them
+  if (threadIdx.x == 0) {
+    u64 best = 0;
+    int all = 0;
+    for (int w = 0; w < WARPS; w++) best = max(best, keys[w]), all |= found[w];
+    bests[t * parts + part] = best, states[t * parts + part] = all;
+  }
+  if (!sampled || owners[t] < 0 || !is_filtered(requests[owners[t]], V)) return;
+  for (int i = part * THREADS + threadIdx.x; i < BINS; i += parts * THREADS)
+    masses[(i64)t * BINS + i] = 0, counts[t * BINS + i] = 0;
+  if (part == 0 && threadIdx.x == 0) listed[t] = 0;
+}
+
+// The largest logit of each row, and its token: NO_TOKEN where logits hold NaN or +inf, or nothing
+// finite before or after penalties. A warp a row, grid ceil(T / WARPS).
+KERNEL best_tokens(const u64* bests,   // [T, parts]
+                   const int* states,  // [T, parts]
+                   int* tokens,        // [T]
+                   float* peaks,       // [T]
+                   int T, int parts) {
+  grid_dependency_wait();
+  grid_dependency_launch();
+  const int t = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x & 31;
+  if (t >= T) return;
+  u64 best = 0;
+  u32 state = 0;
+  for (int p = lane; p < parts; p += 32)
+    best = max(best, bests[t * parts + p]), state |= states[t * parts + p];
+  best = warp_max(best);
+  state = __reduce_or_sync(ALL, state);
+  if (lane) return;
+  const float peak = value_of(best);
+  tokens[t] = state == 1 && finite(peak) ? id_of(best) : NO_TOKEN;
+  peaks[t] = peak;
+}
+
+// Filters. A row's values / temperature fall in BINS bins by their distance below the largest, 1/32
+// wide: a bin is a range of keys. Mass is 0 in the last one. What a filter decides is decided by whole
+// bins, but for the bins in which the last token may lie that it keeps: those are listed and sorted out.
+constexpr float BINS_A_UNIT = 32.0f;
+static_assert(BINS >= 1000 && BINS % THREADS == 0, "exp(-BINS / 32) 2^44 rounds to 0");
+
+DEVICE int bin_of(float scaled, float peak) {
+  return (int)fminf(__fmul_rn(__fsub_rn(peak, scaled), BINS_A_UNIT), (float)(BINS - 1));
+}
+
+// Fills the bins of rows that top-k or top-p filters: masses for top-p, counts for top-k. Sums of
+// integers, so no order. grid (parts, T).
+KERNEL fill_bins(const float* adjusted,  // [T, V]
+                 const Request* requests,
+                 const int* owners,   // [T]
+                 const int* tokens,   // [T] of best_tokens
+                 const float* peaks,  // [T]
+                 u64* masses,         // [T, BINS], 0
+                 int* counts,         // [T, BINS], 0
+                 int V) {
+  // A mass has 45 bits: three words of 15, which PART of them do not overflow. 64 bits would be added
+  // in shared memory by trying again and again.
+  __shared__ u32 sums[3][BINS];
+  __shared__ u32 count[BINS];
+  static_assert(PART <= 1 << 17 && MASS_BITS < 45, "words do not overflow");
+  grid_dependency_wait();
+  grid_dependency_launch();
+  const int t = blockIdx.y;
+  if (owners[t] < 0 || tokens[t] == NO_TOKEN) return;
+  const Request request = requests[owners[t]];
+  const bool by_count = has_top_k(request, V), by_mass = request.top_p != 0;
+  if (!is_filtered(request, V) || (!by_count && !by_mass)) return;
+  float values[EACH];
+  load_part(adjusted + (i64)t * V, V, values);
+  for (int i = threadIdx.x; i < BINS; i += THREADS)
+    sums[0][i] = sums[1][i] = sums[2][i] = count[i] = 0;
+  __syncthreads();  // bins are empty before anything is counted
+  const float peak = __fdiv_rn(peaks[t], request.temperature);
+#pragma unroll 1  // see best_score
+  for (int j = 0; j < EACH; j += 4) {
+    int bin[4];
+    u64 m[4];
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      const float scaled = __fdiv_rn(values[j + c], request.temperature);
+      bin[c] = bin_of(scaled, peak), m[c] = by_mass ? mass(scaled, peak) : 0;
+    }
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      if (column_of(j + c) >= V) continue;
+      if (by_count) atomicAdd(&count[bin[c]], 1u);
+#pragma unroll
+      for (int word = 0; word < 3; word++) {
+        const u32 bits = (u32)(m[c] >> (15 * word)) & 0x7fff;
+        if (bits) atomicAdd(&sums[word][bin[c]], bits);
+      }
+    }
+  }
+  __syncthreads();  // all is counted before it is read
+  for (int i = threadIdx.x; i < BINS; i += THREADS) {
+    const u64 m = sums[0][i] + ((u64)sums[1][i] << 15) + ((u64)sums[2][i] << 30);
+    if (m) atomicAdd(masses + (i64)t * BINS + i, m);
+    if (count[i]) atomicAdd(counts + t * BINS + i, (int)count[i]);
+  }
+}
+
+// Where a row's filters cut. Tokens in bins before `low` are kept; those in low .. high and in
+// rank_bin are to be looked at; the others are dropped.
+struct Cut {
+  int low, high;  // the bins in which the last token that top-p keeps may lie; without top-p rank_bin
+  int rank_bin;   // the bin of the top_k-th token; BINS without top-k
+  int rank;       // its place there, from 1
+  u64 above;      // mass in the bins before low
+  u64 before;     // mass in the bins before rank_bin
+  DEVICE_METHOD bool looks_at(int bin) const { return (bin >= low && bin <= high) || bin == rank_bin; }
+};
+
+// The mass at which top-p is content. Within 2^-22 of all mass counts as arrived; a target of 0 or
+// below it keeps the best token. most: at least total, to bound from below; else total.
+DEVICE u64 wanted(u64 total, u64 most, u64 top_p) {
+  const u64 target = __umul64hi(total, top_p) - (most >> 22);
+  return (i64)target > 0 ? target : 1;
+}
+
+// By the whole block.
+DEVICE void find_cut(const u64* masses, const int* counts, const Request& request, int V, Cut& cut,
+                     u64* shared) {
+  constexpr int MINE = BINS / THREADS;
+  const int first = threadIdx.x * MINE;
+  const bool by_count = has_top_k(request, V), by_mass = request.top_p != 0;
+  u64 mass_here[MINE], sum = 0;
+  for (int i = 0; i < MINE; i++) sum += mass_here[i] = by_mass ? masses[first + i] : 0;
+  const u64 in_front = block_before(sum, shared), total = block_total(sum, shared);
+  __shared__ u64 upto;
+  if (threadIdx.x == 0) {
+    cut.low = cut.high = cut.rank_bin = BINS, cut.rank = 0;
+    cut.above = cut.before = upto = total;
+  }
+  __syncthreads();  // the default is there before one thread knows better
+  if (by_count) {
+    int here[MINE];
+    u64 n = 0;
+    for (int i = 0; i < MINE; i++) n += here[i] = counts[first + i];
+    n = block_before(n, shared);
+    u64 before = in_front;
+    for (int i = 0; i < MINE; i++) {
+      if (n < request.top_k && request.top_k <= n + here[i]) {
+        cut.low = cut.high = cut.rank_bin = first + i, cut.rank = request.top_k - (int)n;
+        cut.above = cut.before = before, upto = before + mass_here[i];
+      }
+      n += here[i], before += mass_here[i];
+    }
+    __syncthreads();  // the rank's bin is there before top-p looks before it
+  }
+  if (by_mass) {
+    // What top-k leaves has a mass between these, and what top-p wants of it lies between those.
+    const u64 least = wanted(cut.before, upto, request.top_p), most = wanted(upto, cut.before, request.top_p);
+    __syncthreads();  // all have read before the cut is narrowed
+    u64 before = in_front;
+    for (int i = 0; i < MINE; i++) {
+      const u64 after = before + mass_here[i];
+      if (before < least && least <= after) cut.low = first + i, cut.above = before;
+      if (before < most && most <= after) cut.high = first + i;
+      before = after;
+    }
+  }
+  __syncthreads();  // the cut is whole before it is read
+}
+
+// The best score of every part among the tokens that a row's filters keep for sure, and a list of
+// those that have to be looked at. grid (parts, T).
+KERNEL score_kept(const float* adjusted,  // [T, V]
+                  const Request* requests,
+                  const int* owners,     // [T]
+                  const int* positions,  // [T]; the emitted token stands `ahead` further on
+                  const int* tokens,     // [T] of best_tokens
+                  const float* peaks,    // [T]
+                  const u64* masses,     // [T, BINS]
+                  const int* counts,     // [T, BINS]
+                  u64* scores,           // [T, parts] keys
+                  u64* list,             // [T, LISTED] keys of logits, in any order
+                  int* listed,           // [T] 0: so many are listed, or would be
+                  int V, int ahead) {
+  __shared__ Cut cut;
+  __shared__ u64 shared[WARPS];
+  grid_dependency_wait();
+  grid_dependency_launch();
+  const int t = blockIdx.y;
+  if (owners[t] < 0 || tokens[t] == NO_TOKEN) return;
   const Request request = requests[owners[t]];
   if (request.temperature == 0.0f) return;
-  const i64 at = (i64)t * V + v;
-  const float scaled = __fdiv_rn(adjusted[at], request.temperature);
-  scores[at] = __fadd_rn(scaled, gumbel(request.seed, v, positions[t] + ahead));
-  if (request.top_p || request.min_mass)
-    masses[at] = mass(scaled, __fdiv_rn(peaks[t], request.temperature));
+  const bool filtered = is_filtered(request, V);
+  float values[EACH];
+  load_part(adjusted + (i64)t * V, V, values);
+  if (filtered) find_cut(masses + (i64)t * BINS, counts + t * BINS, request, V, cut, shared);
+  const float peak = __fdiv_rn(peaks[t], request.temperature);
+  u32 kept = 0;
+#pragma unroll 1  // see best_score
+  for (int j = 0; j < EACH; j++) {
+    const u64 key = key_of(values[j], column_of(j));
+    values[j] = __fdiv_rn(values[j], request.temperature);
+    if (column_of(j) >= V) continue;
+    const int bin = bin_of(values[j], peak);
+    if (!filtered || bin < cut.low)
+      kept |= (u32)(!request.min_mass || mass(values[j], peak) >= request.min_mass) << j;
+    else if (cut.looks_at(bin)) {
+      const int at = atomicAdd(listed + t, 1);
+      if (at < LISTED) list[(i64)t * LISTED + at] = key;
+    }
+  }
+  const u64 best = best_score(values, kept, request, positions[t] + ahead, shared);
+  if (threadIdx.x == 0) scores[t * gridDim.x + blockIdx.x] = best;
+}
+
+// The least key that the filters keep of those that are looked at: n keys, 0 for none.
+// weight: mass of the i-th key where top-p may end, else 0.
+template <class KeyOf, class WeightOf>
+DEVICE u64 least_kept(int n, const KeyOf& key, const WeightOf& weight, const Request& request,
+                      float peak, const Cut& cut, Descent& d) {
+  auto scaled = [&](u64 k) { return __fdiv_rn(value_of(k), request.temperature); };
+  u64 least = 0, total = 0;
+  if (cut.rank_bin < BINS) {
+    auto of_rank = [&](int i) { return bin_of(scaled(key(i)), peak) == cut.rank_bin ? key(i) : 0; };
+    least = key_at(n, cut.rank, of_rank, [](int) { return 1u; }, d);
+    if (!request.top_p) return least;
+    for (int i = threadIdx.x; i < n; i += THREADS)
+      if (key(i) && of_rank(i) >= least) total += mass(scaled(key(i)), peak);
+    total = block_total(total, d.warps);
+  }
+  if (!request.top_p) return least;
+  total += cut.before;
+  const u64 want = wanted(total, total, request.top_p) - cut.above;
+  return max(least, key_at(n, want, [&](int i) { return key(i) >= least ? key(i) : 0; }, weight, d));
 }
 
 // The token of each sampled row: the best score among what top-k, then top-p, then min-p leave
 // (sampling.kept_ids). One block a row.
 KERNEL choose(const float* adjusted,  // [T, V]
               const Request* requests,
-              const int* owners,        // [T] request of each row
-              const float* scores,      // [T, V]
-              const u64* masses,        // [T, V]
-              int* tokens,              // [T]; greedy rows stay as they are
-              int V) {
-  __shared__ u64 bins[256];
+              const int* owners,     // [T]
+              const int* positions,  // [T]
+              const float* peaks,    // [T]
+              const u64* masses,     // [T, BINS]
+              const int* counts,     // [T, BINS]
+              const u64* scores,     // [T, parts] of score_kept
+              const u64* list,       // [T, LISTED]
+              const int* listed,     // [T]
+              int* tokens,           // [T]; other rows stay as they are
+              int V, int ahead, int parts) {
+  constexpr int NEAR = 1024;  // keys that are held with their masses
+  __shared__ u64 keys[NEAR], weights[NEAR];
   __shared__ u64 shared[WARPS];
-  if (owners[blockIdx.x] < 0 || tokens[blockIdx.x] == NO_TOKEN) return;
-  const Request request = requests[owners[blockIdx.x]];
+  __shared__ Descent d;
+  __shared__ Cut cut;
+  grid_dependency_wait();
+  grid_dependency_launch();
+  const int t = blockIdx.x;
+  if (owners[t] < 0 || tokens[t] == NO_TOKEN) return;
+  const Request request = requests[owners[t]];
   if (request.temperature == 0.0f) return;
-  adjusted += (i64)blockIdx.x * V, scores += (i64)blockIdx.x * V, masses += (i64)blockIdx.x * V;
-  u64 least = 0;  // keys below it are dropped
-  auto kept = [&](int v) {
-    const u64 key = key_of(adjusted[v], v);
-    return key >= least ? key : 0;
-  };
-  if (request.top_k > 0 && request.top_k < V)
-    least = key_at(V, request.top_k, kept, [](int) { return (u64)1; }, bins);
-  if (request.top_p) {
-    u64 total = 0;
-    for (int v = threadIdx.x; v < V; v += THREADS)
-      if (kept(v)) total += masses[v];
-    total = block_total(total, shared);
-    const u64 target = __umul64hi(total, request.top_p) - (total >> 22);
-    // Within 2^-22 of all mass counts as arrived; a target of 0 or below it keeps the best token.
-    const u64 want = (i64)target > 0 ? target : 1;
-    least = key_at(V, want, kept, [&](int v) { return masses[v]; }, bins);
-  }
   u64 best = 0;
-  for (int v = threadIdx.x; v < V; v += THREADS) {
-    if (!kept(v) || (request.min_mass && masses[v] < request.min_mass)) continue;
-    const u64 key = key_of(scores[v], v);
-    best = key > best ? key : best;
+  for (int p = threadIdx.x; p < parts; p += THREADS) best = max(best, scores[t * parts + p]);
+  int n = 0;
+  if (is_filtered(request, V)) {
+    find_cut(masses + (i64)t * BINS, counts + t * BINS, request, V, cut, shared);
+    n = listed[t];
+  }
+  adjusted += (i64)t * V, list += (i64)t * LISTED;
+  const float peak = __fdiv_rn(peaks[t], request.temperature);
+  auto scaled = [&](u64 k) { return __fdiv_rn(value_of(k), request.temperature); };
+  auto mass_of = [&](u64 k) {
+    const int bin = bin_of(scaled(k), peak);
+    return k && request.top_p && bin >= cut.low && bin <= cut.high ? mass(scaled(k), peak) : 0;
+  };
+  auto look = [&](int n, auto key, auto weight) {
+    const u64 least = least_kept(n, key, weight, request, peak, cut, d);
+    for (int i = threadIdx.x; i < n; i += THREADS) {
+      const u64 k = key(i);
+      if (!k || k < least || (request.min_mass && mass(scaled(k), peak) < request.min_mass)) continue;
+      const float noise = gumbel(request.seed, id_of(k), positions[t] + ahead);
+      best = max(best, key_of(__fadd_rn(scaled(k), noise), id_of(k)));
+    }
+  };
+  if (n <= NEAR) {
+    for (int i = threadIdx.x; i < n; i += THREADS) keys[i] = list[i], weights[i] = mass_of(list[i]);
+    __syncthreads();  // all are there before they are read
+    if (n) look(n, [&](int i) { return keys[i]; }, [&](int i) { return weights[i]; });
+  } else if (n <= LISTED) {
+    look(n, [&](int i) { return list[i]; }, [&](int i) { return mass_of(list[i]); });
+  } else {  // the list was too short: the whole row
+    auto key = [&](int v) {
+      const u64 k = key_of(adjusted[v], v);
+      return cut.looks_at(bin_of(scaled(k), peak)) ? k : 0;
+    };
+    look(V, key, [&](int v) { return mass_of(key(v)); });
   }
   best = block_max(best, shared);
-  if (threadIdx.x == 0) tokens[blockIdx.x] = id_of(best);
+  if (threadIdx.x == 0) tokens[t] = id_of(best);
 }
 
 // (logits / temperature + noise) * temperature, in place of the drafter's logits: the very noise that
-// will pick the target's token. grid (ceil(V / THREADS), T); greedy and filler rows are copied.
+// will pick the target's token. grid (ceil(V / THREADS), T); greedy and filler rows are copied, or
+// left out.
 KERNEL add_noise(const float* logits,  // [T, V]
                  const Request* requests,
-                 const int* owners,        // [T] request of each row
-                 const int* positions,     // [T] of the tokens
-                 float* out,               // [T, V]; may be logits
-                 int V) {
+                 const int* owners,     // [T] request of each row
+                 const int* positions,  // [T] of the tokens
+                 float* out,            // [T, V]; may be logits
+                 int V, int copied) {
+  grid_dependency_wait();
+  grid_dependency_launch();
   const int v = blockIdx.x * THREADS + threadIdx.x, t = blockIdx.y;
   if (v >= V) return;
   const i64 at = (i64)t * V + v;
-  float value = logits[at];
   if (owners[t] >= 0 && requests[owners[t]].temperature != 0.0f) {
     const Request request = requests[owners[t]];
-    value = __fadd_rn(__fdiv_rn(value, request.temperature), gumbel(request.seed, v, positions[t]));
-    value = __fmul_rn(value, request.temperature);
+    const float scaled = __fdiv_rn(logits[at], request.temperature);
+    const float noisy = __fadd_rn(scaled, gumbel(request.seed, v, positions[t]));
+    out[at] = __fmul_rn(noisy, request.temperature);
+  } else if (copied) {
+    out[at] = logits[at];
   }
-  out[at] = value;
+}
+
+// What is not finite counts as -inf.
+DEVICE float clean(float logit) { return finite(logit) ? logit : minus_infinity(); }
+
+// Ranks n distinct keys by counting and writes the k largest.
+DEVICE void write_top(const u64* found, int n, int k, const float* row, double log_total, int* ids,
+                      float* log_probs) {
+  for (int i = threadIdx.x; i < n; i += THREADS) {
+    int rank = 0;
+    for (int j = 0; j < n; j++) rank += found[j] > found[i];
+    if (rank >= k) continue;
+    const int id = id_of(found[i]);
+    ids[rank] = id;
+    log_probs[rank] = (float)((double)clean(row[id]) - log_total);
+  }
 }
 
 // The k most likely tokens of each row by (logit descending, id ascending), with natural
-// log-probabilities; and the log-probability of a given token (sampling.log_softmax_top). One block a
-// row; shared k words. What is not finite counts as -inf.
-KERNEL top_log_probs(const float* logits,  // [T, V]
-                     const int* chosen,    // [T], or ignored if !has_chosen
-                     int* ids,             // [T, k]
-                     float* log_probs,     // [T, k]
-                     float* chosen_log_prob,  // [T], written if has_chosen
-                     int V, int k, int has_chosen) {
+// log-probabilities; and the log-probability of a given token: sampling.log_softmax_top, to the bit.
+// One block a row; shared k words. What is not finite counts as -inf.
+KERNEL log_softmax_top(const float* logits,  // [T, V]
+                       const int* chosen,    // [T], or ignored if !has_chosen
+                       int* ids,             // [T, k]
+                       float* log_probs,     // [T, k]
+                       float* chosen_log_prob,  // [T], written if has_chosen
+                       int V, int k, int has_chosen) {
   extern __shared__ __align__(16) u64 found[];  // [k]
-  __shared__ u64 bins[256];
+  __shared__ Descent d;
   __shared__ u64 shared[WARPS];
   __shared__ int n_found;
   logits += (i64)blockIdx.x * V;
-  auto value = [&](int v) { return finite(logits[v]) ? logits[v] : minus_infinity(); };
-  auto key = [&](int v) { return key_of(value(v), v); };
+  auto key = [&](int v) { return key_of(clean(logits[v]), v); };
   u64 best = 0, total = 0;
-  for (int v = threadIdx.x; v < V; v += THREADS) best = key(v) > best ? key(v) : best;
-  const float peak = value(id_of(block_max(best, shared)));
+  for (int v = threadIdx.x; v < V; v += THREADS) best = max(best, key(v));
+  const float peak = value_of(block_max(best, shared));
   if (peak != minus_infinity())
-    for (int v = threadIdx.x; v < V; v += THREADS) total += mass(value(v), peak);
+    for (int v = threadIdx.x; v < V; v += THREADS) total += mass(clean(logits[v]), peak);
   total = block_total(total, shared);
   const double log_total = total ? (double)peak + portable_log((double)total * 0x1p-44) : 0.0;
-  const u64 least = key_at(V, k, key, [](int) { return (u64)1; }, bins);
+  const u64 least = key_at(V, k, key, [](int) { return 1u; }, d);
   if (threadIdx.x == 0) n_found = 0;
   __syncthreads();  // the counter is zero before it is raised
   for (int v = threadIdx.x; v < V; v += THREADS)
     if (key(v) >= least) found[atomicAdd(&n_found, 1)] = key(v);  // order is made below
   __syncthreads();  // all k are there before they are ranked
-  for (int i = threadIdx.x; i < k; i += THREADS) {
-    int rank = 0;
-    for (int j = 0; j < k; j++) rank += found[j] > found[i];
-    const int id = id_of(found[i]);
-    ids[(i64)blockIdx.x * k + rank] = id;
-    log_probs[(i64)blockIdx.x * k + rank] = (float)((double)value(id) - log_total);
-  }
+  ids += (i64)blockIdx.x * k, log_probs += (i64)blockIdx.x * k;
+  write_top(found, k, k, logits, log_total, ids, log_probs);
   if (has_chosen && threadIdx.x == 0)
-    chosen_log_prob[blockIdx.x] = (float)((double)value(chosen[blockIdx.x]) - log_total);
+    chosen_log_prob[blockIdx.x] = (float)((double)clean(logits[chosen[blockIdx.x]]) - log_total);
+}
+
+// The same for drafts, over all parts of a row at once: the normaliser is a sum in fp32. A part's sum
+// is of exp(logit - its largest): a thread's columns ascending, then block_sum. A run is RUN columns,
+// what a warp loads at once. grid (parts, T).
+constexpr int RUN = 128, RUNS = PART / RUN;  // runs of a part: of each EACH, a warp's after the other
+
+// A row of drafts: with noise if it is sampled.
+DEVICE const float* draft_row(const float* logits, const float* noisy, const Request* requests,
+                              const int* owners, int V, int sampled, int t) {
+  const bool with_noise = sampled && owners[t] >= 0 && requests[owners[t]].temperature != 0.0f;
+  return (with_noise ? noisy : logits) + (i64)t * V;
+}
+
+KERNEL top_of_parts(const float* logits,      // [T, V]
+                    const float* noisy,       // [T, V], read of sampled rows
+                    const Request* requests,  // or ignored if !sampled
+                    const int* owners,        // [T] request of each row
+                    u32* runs,     // [T, parts * RUNS] largest of each run, in the order of keys
+                    float* peaks,  // [T, parts] largest of each part
+                    float* sums,   // [T, parts]
+                    int V, int sampled) {
+  __shared__ u64 shared[WARPS];
+  __shared__ float floats[WARPS];
+  grid_dependency_wait();
+  grid_dependency_launch();
+  const int t = blockIdx.y, at = t * gridDim.x + blockIdx.x;
+  float values[EACH];
+  load_part(draft_row(logits, noisy, requests, owners, V, sampled, t), V, values);
+  u32 largest = 0;
+#pragma unroll
+  for (int j = 0; j < EACH; j += 4) {
+    float highest = minus_infinity();
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      values[j + c] = clean(values[j + c]);
+      highest = fmaxf(highest, values[j + c]);
+    }
+    const u32 most = __reduce_max_sync(ALL, (u32)(key_of(highest, 0) >> 32));
+    if ((threadIdx.x & 31) == 0) runs[(i64)at * RUNS + j / 4 * WARPS + threadIdx.x / 32] = most;
+    largest = max(largest, most);
+  }
+  const float peak = value_of(block_max((u64)largest << 32, shared));
+  float sum = 0.0f;
+  if (peak != minus_infinity()) {
+#pragma unroll
+    for (int j = 0; j < EACH; j++) sum = __fadd_rn(sum, __expf(__fsub_rn(values[j], peak)));
+  }
+  sum = block_sum(sum, floats);
+  if (threadIdx.x == 0) peaks[at] = peak, sums[at] = sum;
+}
+
+// One block a row. The k-th largest of the runs' largest is a lower bound of the k-th largest logit:
+// what reaches it is looked for in the runs that reach it. Parts add ascending, each times
+// exp(its largest - the row's).
+KERNEL top_of_runs(const float* logits,  // [T, V]
+                   const float* noisy,   // [T, V]
+                   const Request* requests,
+                   const int* owners,   // [T]
+                   const u32* runs,     // [T, parts * RUNS]
+                   const float* peaks,  // [T, parts]
+                   const float* sums,   // [T, parts]
+                   int* ids,            // [T, k]
+                   float* log_probs,    // [T, k]
+                   int V, int k, int parts, int sampled) {
+  __shared__ Descent d;
+  __shared__ u64 found[FOUND];
+  __shared__ int near[FOUND];  // runs that are looked through
+  __shared__ int n_found, n_near;
+  __shared__ float added[THREADS];
+  grid_dependency_wait();
+  grid_dependency_launch();
+  const int t = blockIdx.x, n_runs = parts * RUNS, lane = threadIdx.x & 31;
+  const float* row = draft_row(logits, noisy, requests, owners, V, sampled, t);
+  runs += (i64)t * n_runs, peaks += t * parts, sums += t * parts;
+
+  // The normaliser.
+  u64 best = 0;
+  for (int p = threadIdx.x; p < parts; p += THREADS) best = max(best, key_of(peaks[p], 0));
+  const float peak = value_of(block_max(best, d.warps));
+  float total = 0.0f;
+  if (peak != minus_infinity())
+    for (int first = 0; first < parts; first += THREADS) {
+      const int p = first + threadIdx.x;
+      if (p < parts) added[threadIdx.x] = __fmul_rn(sums[p], __expf(__fsub_rn(peaks[p], peak)));
+      __syncthreads();  // terms are there before they are added
+      for (int i = 0; i < min(parts - first, THREADS); i++) total = __fadd_rn(total, added[i]);
+      __syncthreads();  // all have read before the next ones are written
+    }
+  const double log_total = total > 0.0f ? (double)peak + portable_log((double)total) : 0.0;
+
+  // What reaches the bound.
+  u64 least = 1;
+  if (k <= n_runs)
+    least = key_at(n_runs, k, [&](int i) { return (u64)runs[i]; }, [](int) { return 1u; }, d);
+  if (threadIdx.x == 0) n_found = n_near = 0;
+  __syncthreads();  // the counters are zero before they are raised
+  for (int i = threadIdx.x; i < n_runs; i += THREADS)
+    if (runs[i] >= least) {
+      const int to = atomicAdd(&n_near, 1);
+      if (to < FOUND) near[to] = i;
+    }
+  __syncthreads();  // all runs are there before they are looked through
+  auto key = [&](int v) { return key_of(clean(row[v]), v); };
+  for (int i = threadIdx.x / 32; i < min(n_near, FOUND); i += WARPS) {
+    const int run = near[i] % RUNS;
+    const int v = near[i] / RUNS * PART + run / WARPS * (THREADS * 4) + run % WARPS * RUN + 4 * lane;
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      if (v + c >= V || key(v + c) >> 32 < least) continue;
+      const int to = atomicAdd(&n_found, 1);  // order is made below
+      if (to < FOUND) found[to] = key(v + c);
+    }
+  }
+  __syncthreads();  // all are there before they are counted
+  int n = n_found;
+  if (n > FOUND || n_near > FOUND) {  // too many are equal: the k-th largest of the whole row
+    const u64 last = key_at(V, k, key, [](int) { return 1u; }, d);
+    if (threadIdx.x == 0) n_found = 0;
+    __syncthreads();  // the counter is zero before it is raised
+    for (int v = threadIdx.x; v < V; v += THREADS)
+      if (key(v) >= last) found[atomicAdd(&n_found, 1)] = key(v);
+    __syncthreads();  // all k are there before they are ranked
+    n = k;
+  }
+  write_top(found, n, k, row, log_total, ids + (i64)t * k, log_probs + (i64)t * k);
 }
 
 // ==== tree ====
@@ -408,7 +936,7 @@ KERNEL draft_rows(const int* roots,    // [B]
 // Draft trees of B sequences, best first under a budget (spec_decode.build_tree): a warp a sequence,
 // grid ceil(B / WARPS). Every node has at most one pending child, its best candidate not yet taken, so
 // a step is one maximum over the nodes: higher score, then smaller depth, then the parent's order.
-// shared WARPS * budget * 12 bytes.
+// budget at most 65536, shared WARPS * budget * 16 bytes.
 KERNEL build_trees(const int* roots,        // [B]
                    const int* limits,       // [B] largest depth, at most D; -1: no tree
                    const int* candidates,   // [B, D, W] most probable first
@@ -425,60 +953,61 @@ KERNEL build_trees(const int* roots,        // [B]
   float* score = (float*)memory + warp * budget;  // of the path, 0 at the root
   int* depth = (int*)memory + (WARPS + warp) * budget;
   int* next = (int*)memory + (2 * WARPS + warp) * budget;  // rank of the pending child
+  u32* pending = (u32*)memory + (3 * WARPS + warp) * budget;  // its score, larger for a higher; 0: none
   const int limit = min(limits[b], D);
   candidates += (i64)b * D * W, log_probs += (i64)b * D * W;
   token_ids += (i64)b * budget, parents += (i64)b * budget;
   depths += (i64)b * budget, scores += (i64)b * budget;
 
-  auto put = [&](int node, int token, int parent, int at, float path) {
-    if (lane == 0) {
-      score[node] = path, depth[node] = at, next[node] = 0;
-      token_ids[node] = token, parents[node] = parent, depths[node] = at, scores[node] = path;
-    }
-    __syncwarp();  // the node is there before any lane looks at it
+  auto put = [&](int node, int token, int parent, int at, float path) {  // by one lane
+    score[node] = path, depth[node] = at, next[node] = 0;
+    token_ids[node] = token, parents[node] = parent, depths[node] = at, scores[node] = path;
+  };
+  auto log_prob_of = [&](int at, int rank) {  // of a candidate below depth `at`
+    return at < limit && rank < W ? log_probs[at * W + rank] : minus_infinity();
+  };
+  auto ordered = [&](float path, float log_prob) -> u32 {
+    const u32 bits = __float_as_uint(__fadd_rn(path, log_prob));
+    return !(log_prob > minus_infinity()) ? 0 : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   };
   if (limit < 0) {
     if (lane == 0) sizes[b] = 0;
     return;
   }
-  put(0, roots[b], -1, 0, 0.0f);
+  if (lane == 0) put(0, roots[b], -1, 0, 0.0f);
   int n = 1;
   if (budget > limit) {  // the whole most probable path first
+    float path = 0.0f;
     while (n <= limit && log_probs[(n - 1) * W] > minus_infinity()) {
-      const float path = __fadd_rn(score[n - 1], log_probs[(n - 1) * W]);
-      put(n, candidates[(n - 1) * W], n - 1, n, path);
+      path = __fadd_rn(path, log_probs[(n - 1) * W]);
+      if (lane == 0) {
+        put(n, candidates[(n - 1) * W], n - 1, n, path);
+        next[n - 1] = 1;
+      }
       n++;
     }
-    if (lane == 0)
-      for (int i = 0; i + 1 < n; i++) next[i] = 1;
-    __syncwarp();  // ranks are set before they are read
   }
+  __syncwarp();  // nodes and ranks are there before other lanes look at them
+  for (int i = lane; i < n; i += 32) pending[i] = ordered(score[i], log_prob_of(depth[i], next[i]));
   while (n < budget) {
-    float best = minus_infinity();
-    int best_node = -1;
-    for (int i = lane; i < n; i += 32) {  // ascending, so an equal score and depth stays with the first
-      if (depth[i] >= limit || next[i] >= W) continue;
-      const float log_prob = log_probs[depth[i] * W + next[i]];
-      if (!(log_prob > minus_infinity())) continue;
-      const float path = __fadd_rn(score[i], log_prob);
-      if (best_node < 0 || path > best || (path == best && depth[i] < depth[best_node]))
-        best = path, best_node = i;
+    __syncwarp();  // what is pending is there before it is compared
+    u32 best = 0, place = 0xffffffffu;
+    for (int i = lane; i < n; i += 32) {
+      const u32 here = (u32)depth[i] << 16 | i;
+      if (pending[i] > best || (pending[i] == best && here < place)) best = pending[i], place = here;
     }
-    for (int distance = 16; distance > 0; distance >>= 1) {
-      const float other = __shfl_xor_sync(ALL, best, distance);
-      const int other_node = __shfl_xor_sync(ALL, best_node, distance);
-      if (other_node < 0) continue;
-      const bool equal = best_node >= 0 && other == best;
-      const int deeper = equal ? depth[other_node] - depth[best_node] : 0;
-      if (best_node < 0 || other > best ||
-          (equal && (deeper < 0 || (deeper == 0 && other_node < best_node))))
-        best = other, best_node = other_node;
-    }
-    if (best_node < 0) break;
-    const int rank = next[best_node], at = depth[best_node];
-    __syncwarp();  // all lanes have read before the parent moves on
-    if (lane == 0) next[best_node] = rank + 1;
-    put(n, candidates[at * W + rank], best_node, at + 1, best);
+    const u32 most = __reduce_max_sync(ALL, best);
+    if (!most) break;
+    place = __reduce_min_sync(ALL, best == most ? place : 0xffffffffu);
+    const int parent = place & 0xffff, at = place >> 16, rank = next[parent];
+    const float path = __uint_as_float(most & 0x80000000u ? most ^ 0x80000000u : ~most);
+    // Lane 0 has the new node, lane 1 its parent: their next candidates are read together.
+    const float log_prob = lane ? log_prob_of(at, rank + 1) : log_prob_of(at + 1, 0);
+    const u32 offered = ordered(lane ? score[parent] : path, log_prob);
+    __syncwarp();  // all lanes have compared and read before anything changes
+    if (lane == 0) put(n, candidates[at * W + rank], parent, at + 1, path);
+    if (lane == 1) next[parent] = rank + 1;
+    if (lane < 2) pending[lane ? parent : n] = offered;
     n++;
   }
   if (lane == 0) sizes[b] = n;
@@ -535,25 +1064,31 @@ KERNEL walk_trees(const int* token_ids,  // [B, budget]
     row_positions[b * M + i] = 0;
   }
   __syncwarp();  // lists are empty before lane 0 fills them
-  int node = sizes[b] ? 0 : -1, n = 0;
-  while (node >= 0 && n < M) {
-    const int choice = choices[first[b] + node];
-    if (lane == 0) {
-      rows[b * M + n] = first[b] + node, row_slots[b * M + n] = slots[b];
-      row_positions[b * M + n] = lengths[slots[b]] + n, tokens[b * M + n] = choice;
-      next_roots[b] = choice;
+  const int size = sizes[b], root = first[b];
+  auto emit = [&](int n, int node, int choice) {
+    rows[b * M + n] = root + node, row_slots[b * M + n] = slots[b];
+    row_positions[b * M + n] = lengths[slots[b]] + n, tokens[b * M + n] = choice;
+  };
+  int node = 0, n = 0;
+  // Nodes stand behind their parents, so the path runs through them in ascending order.
+  for (int base = 0; base < size; base += 32) {
+    const int i = base + lane, parent = i < size ? parents[i] : -1, token = i < size ? token_ids[i] : -1;
+    const bool chosen = parent >= 0 && choices[root + parent] == token;
+    while (n + 1 < M) {
+      const u32 found = __ballot_sync(ALL, chosen && parent == node);
+      if (!found) break;
+      const int child = __ffs(found) - 1, choice = __shfl_sync(ALL, token, child);
+      if (lane == 0) emit(n, node, choice);
+      node = base + child, n++;
     }
-    n++;
-    int child = -1;
-    for (int base = 0; base < sizes[b] && child < 0; base += 32) {
-      const int i = base + lane;
-      const bool here = i < sizes[b] && parents[i] == node && token_ids[i] == choice;
-      const u32 found = __ballot_sync(ALL, here);
-      if (found) child = base + __ffs(found) - 1;
-    }
-    node = child;
   }
-  if (lane == 0) counts[b] = n;
+  if (lane) return;
+  counts[b] = size ? n + 1 : 0;
+  if (size) {
+    const int choice = choices[root + node];
+    emit(n, node, choice);
+    next_roots[b] = choice;
+  }
 }
 
 // ==== entries ====

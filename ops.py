@@ -136,6 +136,15 @@ def attention_shared_bytes(key: int, leaf: int) -> int:
     return -(-(HEADS * (key + 2 * leaf + 1) * 4) // 8) * 8 + leaf * 8
 
 
+# Of the tokens section: columns of a row that a block takes, bins and listed keys of a filtered row,
+# the most keys of which the k largest are found at once.
+PART, BINS, LISTED, FOUND = 4096, 1024, 16384, 512
+TOKEN_DEFINES: Defines = (
+    ("PART", PART), ("BINS", BINS), ("LISTED", LISTED), ("FOUND", FOUND),
+)  # fmt: skip
+RUNS = PART // 128  # of columns whose largest is kept
+
+
 # Dynamic shared memory of every kernel that asks for some, by the size that decides it.
 SHARED_BYTES: dict[str, Callable[..., int]] = {
     "latent_query": lambda nope: 4 * ROWS * nope,
@@ -143,9 +152,9 @@ SHARED_BYTES: dict[str, Callable[..., int]] = {
     "block_spans": attention_shared_bytes,
     "route": lambda experts, top_k: 8 * experts + 8 * top_k,
     "sort_pairs": lambda: 8 * THREADS,
-    "top_log_probs": lambda k: 8 * k,
+    "log_softmax_top": lambda k: 8 * k,
     "penalise_paths": lambda depth: 4 * max(depth, 1),
-    "build_trees": lambda budget: 12 * WARPS * budget,
+    "build_trees": lambda budget: 16 * WARPS * budget,
 }
 
 
@@ -159,7 +168,7 @@ def shared_needs(
         "latent_spans": (width, leaf),
         "route": (model.n_routed_experts, model.num_experts_per_tok),
         "sort_pairs": (),
-        "top_log_probs": (max(budget, sampling.MAX_LOGPROBS),),
+        "log_softmax_top": (max(budget, sampling.MAX_LOGPROBS),),
         "build_trees": (budget,),
     }
     if drafter is not None:
@@ -722,6 +731,18 @@ class Walks:
     tokens: object
     counts: object
     roots: object
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What the kernels of `sample` hand on, on the device (see their contracts)."""
+
+    parts: int
+    tokens: object
+    peaks: object
+    masses: object
+    counts: object
+    listed: object
 
 
 # ---- tensor cores (kernels_gemm.cu) ------------------------------------------------------------
@@ -1424,7 +1445,9 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         for kernel, need in shared_needs(model, drafter, leaf, budget).items():
             if need > most:
                 setting = (
-                    "draft.budget" if kernel in ("build_trees", "top_log_probs") else "decode.leaf"
+                    "draft.budget"
+                    if kernel in ("build_trees", "log_softmax_top")
+                    else "decode.leaf"
                 )
                 raise UserError(
                     f"{kernel}: needs {need} bytes of shared memory for this model, a block on "
@@ -1443,7 +1466,8 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         experts = model.num_experts_per_tok * model.moe_intermediate_size * a
         dense = model.intermediate_size * a + model.hidden_size * (4 * a + 4 * 10)  # 8 leaves, sums
         entries = model.num_hidden_layers * (latent + model.qk_rope_head_dim) * a
-        scores = model.vocab_size * (4 + 4 + 4 + 8)  # logits, penalised, with noise, masses
+        scores = model.vocab_size * (4 + 4 + 4)  # logits, penalised, drafts with noise
+        scores += BINS * (8 + 4) + LISTED * 8  # of filters
         return rows * (attention + experts + dense + entries + 4 * rows) + logits * scores
 
     def reload(self) -> list[str]:
@@ -2172,9 +2196,14 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         if any(p.needs_path or p.logit_bias for p in params):
             adjusted = self._penalised(logits, params, paths)
         if all(p.greedy for p in params):
-            return self._best_tokens(logits, adjusted)[0]
+            return self.best_tokens(logits, adjusted)
         owners = self.arange(len(params))
         return self.sample(logits, owners, positions, self.requests(params), adjusted=adjusted)
+
+    def best_tokens(self, logits, adjusted=None):
+        """Greedy tokens int32 [T]; adjusted: the logits after penalties."""
+        adjusted = logits if adjusted is None else adjusted
+        return self._best_of_parts(logits, adjusted, (self.arange(1),) * 2, False).tokens
 
     def sample(self, logits, owners, positions, requests, *, ahead: int = 0, adjusted=None):
         """`choose` with everything on the device -> int32 [T].
@@ -2187,24 +2216,45 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         owners = self._take("sample", "owners", self.index(owners), INT32, n)
         positions = self._take("sample", "positions", self.index(positions), INT32, n)
         adjusted = logits if adjusted is None else adjusted
-        tokens, peaks = self._best_tokens(logits, adjusted)
-        scores, masses = self.empty((n, vocab)), self.empty((n, vocab), UINT64)
-        self._launch(
-            "tokens", "noisy_scores", (_ceil(vocab, THREADS), n), adjusted, requests, owners,
-            positions, tokens, peaks, scores, masses, vocab, ahead,
-        )  # fmt: skip
-        self._launch(
-            "tokens", "choose", (n,), adjusted, requests, owners, scores, masses, tokens, vocab
+        p = self._best_of_parts(logits, adjusted, (requests, owners), True)
+        asked, counted, grid = (requests, owners, positions), (p.masses, p.counts), (p.parts, n)
+        self._choice(
+            "fill_bins", grid, adjusted, requests, owners, p.tokens, p.peaks, *counted, vocab
         )
-        return tokens
+        scores, keys = (self.empty((n, width), UINT64) for width in (p.parts, LISTED))
+        self._choice(
+            "score_kept", grid, adjusted, *asked, p.tokens, p.peaks, *counted, scores, keys,
+            p.listed, vocab, ahead,
+        )  # fmt: skip
+        self._choice(
+            "choose", (n,), adjusted, *asked, p.peaks, *counted, scores, keys, p.listed, p.tokens,
+            vocab, ahead, p.parts,
+        )  # fmt: skip
+        return p.tokens
 
-    def _best_tokens(self, logits, adjusted):
-        """Greedy tokens int32 [T] and largest adjusted logits fp32 [T]."""
+    def _choice(self, kernel: str, grid, *args) -> None:
+        """Launch a kernel that may start behind the one in front of it."""
+        self._launch("tokens", kernel, grid, *args, defines=TOKEN_DEFINES, dependent=True)
+
+    def _best_of_parts(self, logits, adjusted, asked: tuple, sampled: bool) -> _Parts:
+        """The largest logits of all rows; with `sampled`, asked: (requests, owners)."""
         n, vocab = logits.shape
         logits = self._take("choose", "logits", logits, FLOAT32, None, None)
-        tokens, peaks = self.empty((n,), INT32), self.empty((n,))
-        self._launch("tokens", "best_tokens", (n,), logits, adjusted, tokens, peaks, vocab)
-        return tokens, peaks
+        adjusted = self._take("choose", "adjusted", adjusted, FLOAT32, n, vocab)
+        parts, bins = _ceil(vocab, PART), BINS if sampled else 1
+        p = _Parts(
+            parts=parts,
+            tokens=self.empty((n,), INT32), peaks=self.empty((n,)),
+            masses=self.empty((n, bins), UINT64), counts=self.empty((n, bins), INT32),
+            listed=self.empty((n,), INT32),
+        )  # fmt: skip
+        bests, states = self.empty((n, parts), UINT64), self.empty((n, parts), INT32)
+        self._choice(
+            "best_of_parts", (parts, n), logits, adjusted, *asked, bests, states, p.masses,
+            p.counts, p.listed, vocab, int(sampled),
+        )  # fmt: skip
+        self._choice("best_tokens", (_ceil(n, WARPS),), bests, states, p.tokens, p.peaks, n, parts)
+        return p
 
     def _penalised(self, logits, params, paths):
         """A copy of the logits with penalties, logit bias and min_tokens of every row."""
@@ -2233,8 +2283,9 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
             *self._lists(stops, INT32)[:2],
         ]
         self._launch(
-            "tokens", "penalise", (n,), adjusted, self.launcher.upload(penalties), *lists, vocab
-        )
+            "tokens", "penalise", (n,), adjusted, self.launcher.upload(penalties), *lists, vocab,
+            defines=TOKEN_DEFINES,
+        )  # fmt: skip
         return adjusted
 
     def _lists(self, rows: list[dict], dtype):
@@ -2287,12 +2338,12 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         """A copy of the logits [T, V] of trees of at most `depth`, with every row's penalties."""
         n, vocab = logits.shape
         logits = self._take("penalise_paths", "logits", logits, FLOAT32, None, None)
-        out, grid = self.empty(logits.shape), (_ceil(vocab, THREADS), n)
+        out, grid = self.empty(logits.shape), (_ceil(vocab, PART), n)
         self._launch(
             "tokens", "penalise_paths", grid, logits, rows.token_ids, rows.sequence, rows.parent,
             state.counts, state.biases, state.stops, state.values, state.emitted, state.min_tokens,
             out, vocab, depth, state.stops.shape[1],
-            shared_bytes=SHARED_BYTES["penalise_paths"](depth),
+            shared_bytes=SHARED_BYTES["penalise_paths"](depth), defines=TOKEN_DEFINES,
         )  # fmt: skip
         return out
 
@@ -2303,7 +2354,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         slots = self._take("count_tokens", "slots", self.index(slots), INT32, b)
         self._launch(
             "tokens", "count_tokens", (_ceil(b, THREADS),), tokens, slots, state.counts,
-            state.emitted, b, m, state.counts.shape[1],
+            state.emitted, b, m, state.counts.shape[1], defines=TOKEN_DEFINES,
         )  # fmt: skip
 
     def add_noise(self, logits, positions, params):
@@ -2317,35 +2368,67 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         logits = self._take("add_noise", "logits", logits, FLOAT32, None, None)
         owners = self._take("add_noise", "owners", self.index(owners), INT32, n)
         positions = self._take("add_noise", "positions", self.index(positions), INT32, n)
+        return self._noisy(logits, owners, positions, requests, True)
+
+    def _noisy(self, logits, owners, positions, requests, copied: bool):
+        """Sampled rows with noise; the others only if `copied`."""
+        n, vocab = logits.shape
         out, grid = self.empty(logits.shape), (_ceil(vocab, THREADS), n)
-        self._launch("tokens", "add_noise", grid, logits, requests, owners, positions, out, vocab)
+        self._choice(
+            "add_noise", grid, logits, requests, owners, positions, out, vocab, int(copied)
+        )
         return out
 
-    def top_log_probs(self, logits, k: int):
+    def top_log_probs(self, logits, k: int, noise: tuple | None = None):
         """The k most likely tokens of each row: ids int32, log-probabilities fp32, [T, k].
 
-        Ordered by logit descending, then id ascending.
+        Ordered by logit descending, then id ascending. noise: (owners, positions, requests), for
+        the logits with noise that `add_noise_of` would give.
         """
-        ids, log_probs, _ = self._top_log_probs(logits, k, None)
+        logits = self._take("top_log_probs", "logits", logits, FLOAT32, None, None)
+        n, vocab = logits.shape
+        k = min(k, vocab)
+        if k > FOUND:
+            logits = logits if noise is None else self.add_noise_of(logits, *noise)
+            return self._log_softmax_top(logits, k, None)[:2]
+        noisy, asked = logits, (self.arange(1),) * 2
+        if noise is not None:
+            owners, positions, requests = noise
+            owners = self._take("top_log_probs", "owners", self.index(owners), INT32, n)
+            positions = self._take("top_log_probs", "positions", self.index(positions), INT32, n)
+            noisy, asked = (
+                self._noisy(logits, owners, positions, requests, False),
+                (requests, owners),
+            )
+        parts, rows = _ceil(vocab, PART), (logits, noisy, *asked)
+        runs = self.empty((n, parts * RUNS), INT32)
+        peaks, sums = self.empty((n, parts)), self.empty((n, parts))
+        ids, log_probs = self.empty((n, k), INT32), self.empty((n, k))
+        sampled = int(noise is not None)
+        self._choice("top_of_parts", (parts, n), *rows, runs, peaks, sums, vocab, sampled)
+        self._choice(
+            "top_of_runs", (n,), *rows, runs, peaks, sums, ids, log_probs, vocab, k, parts, sampled
+        )
         return ids, log_probs
 
     def log_softmax_top(self, logits, chosen, n: int) -> sampling.TokenLogprobs:
-        """Log-probabilities of chosen tokens and of the n most likely, as `sampling`'s, on host."""
+        """Log-probabilities of chosen tokens and of the n most likely, as `sampling`'s to the bit,
+        on the host."""
+        logits = self._take("log_softmax_top", "logits", logits, FLOAT32, None, None)
         chosen = self._take("log_softmax_top", "chosen", self.index(chosen), INT32, len(logits))
-        ids, log_probs, of_chosen = self._top_log_probs(logits, max(n, 1), chosen)
+        k = min(max(n, 1), logits.shape[1])
+        ids, log_probs, of_chosen = self._log_softmax_top(logits, k, chosen)
         ids, log_probs = self.download(ids)[:, :n], self.download(log_probs)[:, :n]
         return sampling.TokenLogprobs(self.download(of_chosen), ids, log_probs)
 
-    def _top_log_probs(self, logits, k: int, chosen):
+    def _log_softmax_top(self, logits, k: int, chosen):
         rows, vocab = logits.shape
-        logits = self._take("top_log_probs", "logits", logits, FLOAT32, None, None)
-        k = min(k, vocab)
         ids, log_probs = self.empty((rows, k), INT32), self.empty((rows, k))
         of_chosen = self.empty((rows,))
         self._launch(
-            "tokens", "top_log_probs", (rows,), logits, ids if chosen is None else chosen, ids,
+            "tokens", "log_softmax_top", (rows,), logits, ids if chosen is None else chosen, ids,
             log_probs, of_chosen, vocab, k, int(chosen is not None),
-            shared_bytes=SHARED_BYTES["top_log_probs"](k),
+            shared_bytes=SHARED_BYTES["log_softmax_top"](k), defines=TOKEN_DEFINES,
         )  # fmt: skip
         return ids, log_probs, of_chosen
 

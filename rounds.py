@@ -162,15 +162,15 @@ class Rounds:
                 got.append(Emitted(sequence, read.tokens[place, :n].tolist(), logits))
         return Done(got, flight.choice, read.seconds, flight.places, read.counts, read.scored)
 
-    def key(self, choice: Choice, b: int, penalised: bool) -> tuple:
+    def key(self, choice: Choice, running: list[Sequence]) -> tuple:
         """What a recorded graph is for."""
         nodes = {"ar": 1, "chain": self.depth + 1}.get(choice.mode, choice.budget)
-        return (choice._replace(budget=nodes), b, penalised)
+        return (choice._replace(budget=nodes), len(running), penalised(running), sampled(running))
 
     def recorded(self, choice: Choice, running: list[Sequence] | None = None) -> bool:
         """Whether a round of these sequences (None: of those in `places`) is recorded."""
         some = self.places if running is None else running
-        return self.key(choice, len(some), penalised(some)) in self.graphs
+        return self.key(choice, some) in self.graphs
 
     def seconds(self, choice: Choice, running: list[Sequence]) -> float | None:
         """How long a round takes the device, from where these sequences stand; they stay there. The
@@ -210,7 +210,7 @@ class Rounds:
         except CacheFull:
             return False
         self.send_tables()
-        key = self.key(choice, len(self.places), penalised(self.places))
+        key = self.key(choice, self.places)
         if key not in self.graphs:
             began = time.perf_counter()
             try:
@@ -257,7 +257,7 @@ class Rounds:
 
     # -- the device's side: nothing here looks at a value, uploads or waits
 
-    def round(self, choice: Choice, b: int, penalised: bool) -> tuple:
+    def round(self, choice: Choice, b: int, penalised: bool, sampled: bool) -> tuple:
         """One round over the first b places -> (tokens, counts, scores, depths, sizes, rows,
         logits), device arrays.
 
@@ -266,21 +266,18 @@ class Rounds:
         """
         o, state, depth, budget = self.ops, self.state, self.depth, choice.budget
         roots, slots, limits = self.roots[:b], self.slots[:b], self.limits[:b]
-        trees, whole = self.trees(choice, b)
+        trees, whole = self.trees(choice, b, sampled)
         rows = o.tree_rows(trees, slots, state.lengths, b * budget)
         batch = Batch(rows.token_ids, rows.positions, rows.sequence, rows.parent)
         forward = self.model.forward(batch, state, o.arange(b * budget))
         adjusted = None
         if penalised:
             adjusted = o.penalise_paths(forward.logits, rows, self.penalties, depth)
-        choices = o.sample(
-            forward.logits,
-            rows.sequence,
-            rows.positions,
-            self.requests,
-            ahead=1,
-            adjusted=adjusted,
-        )
+        if sampled:
+            asked = rows.sequence, rows.positions, self.requests
+            choices = o.sample(forward.logits, *asked, ahead=1, adjusted=adjusted)
+        else:
+            choices = o.best_tokens(forward.logits, adjusted)
         choices = o.decided(choices)
         walks = o.walk_trees(trees, rows.first, choices, slots, state.lengths, depth)
         placed = Placed(*(a.reshape(-1) for a in (walks.rows, walks.slots, walks.positions)))
@@ -295,7 +292,7 @@ class Rounds:
         scored = (None,) * 3 if whole is None else (whole.scores, whole.depths, whole.sizes)
         return walks.tokens, walks.counts, *scored, walks.rows, forward.logits
 
-    def trees(self, choice: Choice, b: int) -> tuple:
+    def trees(self, choice: Choice, b: int, sampled: bool) -> tuple:
         """The round's trees, and the larger ones whose scores are wanted or None."""
         o, nodes, scored = self.ops, choice.budget, choice.scored
         roots, limits = self.roots[:b], self.limits[:b]
@@ -303,7 +300,9 @@ class Rounds:
             nothing = (array[:b] for array in self.nothing)
             return o.build_trees(roots, limits, *nothing, 1), None
         width = 1 if choice.mode == "chain" and not scored else max(nodes, scored)
-        ids, log_probs = map(o.decided, o.top_log_probs(self.drafts(b), width))
+        logits, noise = self.drafts(b)
+        likeliest = o.top_log_probs(logits, width, noise if sampled else None)
+        ids, log_probs = map(o.decided, likeliest)
         ids, log_probs = (array.reshape(b, self.depth, -1) for array in (ids, log_probs))
         if not scored:
             return o.build_trees(roots, limits, ids, log_probs, nodes), None
@@ -312,15 +311,20 @@ class Rounds:
             return dataclasses.replace(whole, sizes=np.minimum(whole.sizes, nodes)), whole
         return o.build_trees(roots, limits, ids, log_probs, nodes), whole
 
-    def drafts(self, b: int):
-        """The drafter's logits, with the requests' noise, [b * depth, V]."""
+    def drafts(self, b: int) -> tuple:
+        """The drafter's logits [b * depth, V], and what the requests' noise is made of."""
         o, n, mask = self.ops, self.depth + 1, self.drafter.dims.mask_token_id
         state, roots, slots = self.state, self.roots[:b], self.slots[:b]
         rows = o.draft_rows(roots, slots, state.lengths, state.tables, n, mask)
         logits = self.drafter.forward(rows, state)
-        return o.add_noise_of(logits, rows.owners, rows.draft_positions, self.requests)
+        return logits, (rows.owners, rows.draft_positions, self.requests)
 
 
 def penalised(some: list[Sequence]) -> bool:
     """Whether logits are changed before tokens are chosen from them."""
     return any(s.params.needs_path or s.params.logit_bias for s in some)
+
+
+def sampled(some: list[Sequence]) -> bool:
+    """Whether some tokens are drawn, so that there is noise to make."""
+    return not all(s.params.greedy for s in some)

@@ -610,6 +610,39 @@ def choose(backend: Backend, vocab: int) -> None:
         assert tokens.tolist() == expected.tolist()
 
 
+def choose_among_near_equals(backend: Backend, vocab: int) -> None:
+    """Where filters cut through thousands of tokens: all equal, in a few steps, dense, mostly -inf."""
+    rng, minus = np.random.default_rng(vocab), np.float32(-np.inf)
+    dense = rng.standard_normal(vocab).astype(np.float32)
+    rows = [
+        np.zeros(vocab, np.float32),
+        np.round(dense),
+        dense / 8,
+        np.where(np.arange(vocab) % 100 == 7, dense, minus),
+        np.where(np.arange(vocab) == vocab - 1, dense, minus),
+        dense * np.float32(1e30),
+    ]
+    requests = [
+        SamplingParams(temperature=1.0, seed=2, top_p=0.7),
+        SamplingParams(temperature=1.3, seed=3, top_k=vocab // 2),
+        SamplingParams(temperature=0.9, seed=4, top_k=vocab // 3, top_p=0.4),
+        SamplingParams(temperature=0.9, seed=5, top_k=vocab - 1, top_p=0.999, min_p=0.3),
+        SamplingParams(temperature=0.7, seed=6, min_p=0.02),
+        SamplingParams(temperature=2.0, seed=7),
+        SamplingParams(temperature=0.5, seed=8, top_k=9, top_p=1e-9),
+    ]
+    logits = np.repeat(np.stack(rows), len(requests), 0)
+    asked = requests * len(rows)
+    positions = rng.integers(0, 2**31 - 1, len(asked)).astype(np.int32)
+    tokens = backend.get(backend.ops.choose(backend.send(logits, fp32=True), positions, asked))
+    assert tokens.tolist() == sampling.choose(logits, positions, asked).tolist()
+    alone = [
+        backend.get(backend.ops.choose(backend.send(logits[i : i + 1], fp32=True), [at], [one]))[0]
+        for i, (at, one) in enumerate(zip(positions, asked, strict=True))
+    ]
+    assert alone == tokens.tolist()
+
+
 def choose_rows_without_a_token(backend: Backend) -> None:
     """NaN, +inf and nothing finite end a row and leave the others alone."""
     logits = np.tile(np.arange(8, dtype=np.float32), (8, 1))
@@ -666,6 +699,34 @@ def top_log_probs(backend: Backend, vocab: int, k: int) -> None:
     # fp32: log of a sum of V terms, then a difference of numbers up to max |logit|.
     bound = 2.0**-24 * (math.sqrt(vocab) + 8 + 4 * np.abs(logits).max())
     assert np.abs(log_probs - ref_log_probs).max() <= bound
+
+
+def top_log_probs_of_drafts(backend: Backend, vocab: int, k: int) -> None:
+    """With the noise of sampled rows, among equals, and the same bits alone as together."""
+    rng, ops = np.random.default_rng(vocab), backend.ops
+    logits = rng.standard_normal((6, vocab)).astype(np.float32) * 4
+    logits[2], logits[3, 5:] = 0.5, -np.inf
+    logits[4] = np.round(logits[4])
+    requests = [SamplingParams()] * 4 + [SamplingParams(temperature=0.8, seed=5)] * 2
+    asked = ops.requests(requests)
+    owners = np.array([0, 5, -1, 0, 1, 4], np.int32)
+    positions = rng.integers(0, 9999, 6).astype(np.int32)
+    sent = backend.send(logits, fp32=True)
+    noisy = backend.get(ops.add_noise_of(sent, owners, positions, asked))
+    ids, log_probs = (
+        backend.get(a) for a in ops.top_log_probs(sent, k, noise=(owners, positions, asked))
+    )
+    want_ids, want = reference.ReferenceOps().top_log_probs(noisy, k)
+    assert np.array_equal(ids, want_ids)
+    possible = np.isfinite(want)
+    assert np.array_equal(possible, np.isfinite(log_probs))
+    bound = 2.0**-24 * (math.sqrt(vocab) + 8 + 4 * np.abs(noisy[np.isfinite(noisy)]).max())
+    assert np.abs(log_probs[possible] - want[possible]).max() <= bound
+    for row in range(6):
+        noise = owners[row : row + 1], positions[row : row + 1], asked
+        one = ops.top_log_probs(sent[row : row + 1], k, noise=noise)
+        assert backend.get(one[0])[0].tolist() == ids[row].tolist()
+        assert backend.get(one[1])[0].tobytes() == log_probs[row].tobytes()
 
 
 def top_log_probs_of_broken_logits(backend: Backend) -> None:
@@ -878,10 +939,12 @@ def _two_shots(mail, parts: np.ndarray, turn: int) -> tuple[list, list]:
 
 ROUTER = [(route, ()), (route_of_ties_and_nan, ())]
 DECODING = [
-    *((choose, (vocab,)) for vocab in (2, 33, 640, 5000)),
+    *((choose, (vocab,)) for vocab in (2, 33, 640, 5000, 8192, 12289)),
+    *((choose_among_near_equals, (vocab,)) for vocab in (999, 4100, 33003)),
     (choose_rows_without_a_token, ()), (choose_takes_the_fewest_tokens_that_reach_top_p, ()),
     (add_noise, ()),
-    *((top_log_probs, s) for s in ((1, 1), (33, 33), (640, 20), (5000, 64))),
+    *((top_log_probs, s) for s in ((1, 1), (33, 33), (640, 20), (5000, 64), (1000, 600))),
+    *((top_log_probs_of_drafts, s) for s in ((9, 4), (1001, 700), (8192, 16), (20483, 64))),
     (top_log_probs_of_broken_logits, ()),
     *((trees_rows_and_walks, (budget,)) for budget in (1, 2, 5, 8, 16, 33, 64)),
     (penalties_of_trees, ()),

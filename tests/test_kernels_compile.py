@@ -24,6 +24,7 @@ EXPERTS = ops.TensorExperts(
 )
 HEADS = [ops.TensorHeads(None, 8, *sizes) for sizes in ((512, 128), (128, 512))]
 VARIANTS = {
+    "tokens": [ops.TOKEN_DEFINES],
     "experts_mma": [EXPERTS.defines],
     "absorb_mma": [h.defines for h in HEADS],
     "route": [(("PER_LANE", 12),)],
@@ -47,7 +48,7 @@ DYNAMIC = {  # shared bytes that ops.py asks for, by kernel or kernel and define
     "expert_down_mma": EXPERTS.down_shared_bytes(rows=32, top_k=8),
     "route": ops.SHARED_BYTES["route"](experts=384, top_k=8),
     "sort_pairs": ops.SHARED_BYTES["sort_pairs"](),
-    "top_log_probs": ops.SHARED_BYTES["top_log_probs"](k=64),
+    "log_softmax_top": ops.SHARED_BYTES["log_softmax_top"](k=64),
     "build_trees": ops.SHARED_BYTES["build_trees"](budget=64),
 }
 PTXAS = re.compile(
