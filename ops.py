@@ -136,8 +136,8 @@ def attention_shared_bytes(key: int, leaf: int) -> int:
     return -(-(HEADS * (key + 2 * leaf + 1) * 4) // 8) * 8 + leaf * 8
 
 
-# Of the tokens section: columns of a row that a block takes, bins and listed keys of a filtered row,
-# the most keys of which the k largest are found at once.
+# Of the tokens section: columns of a row that a block takes, bins and listed keys of a filtered
+# row, the most keys of which the k largest are found at once.
 PART, BINS, LISTED, FOUND = 4096, 1024, 16384, 512
 TOKEN_DEFINES: Defines = (
     ("PART", PART), ("BINS", BINS), ("LISTED", LISTED), ("FOUND", FOUND),
@@ -158,10 +158,26 @@ SHARED_BYTES: dict[str, Callable[..., int]] = {
 }
 
 
+# What to change where a kernel does not fit; else decode.leaf.
+INSTEAD = {
+    **dict.fromkeys(("build_trees", "log_softmax_top"), "lower draft.budget"),
+    **dict.fromkeys(("linear_mma", "gate_up_mma"), "use kernels.linear: simple"),
+    **dict.fromkeys(("expert_gate_up_mma", "expert_down_mma"), "use kernels.moe: simple"),
+}
+ADAPTIVE = ("linear_mma", "gate_up_mma", "expert_down_mma")  # take fewer rows if there is less room
+
+
 def shared_needs(
-    model: config.Model, drafter: config.Drafter | None, leaf: int, budget: int
+    model: config.Model,
+    drafter: config.Drafter | None,
+    leaf: int,
+    budget: int,
+    *,
+    tensor_linear: bool = False,
+    tensor_experts: bool = False,
 ) -> dict[str, int]:
-    """Dynamic shared bytes of the kernels for this model, leaf and tree."""
+    """Dynamic shared bytes of every kernel that asks for some, for this model, leaf and tree; of
+    ADAPTIVE ones the least. Without tensor parallelism, which makes sums shorter only."""
     width = model.kv_lora_rank + model.qk_rope_head_dim
     sizes = {
         "latent_query": (model.qk_nope_head_dim,),
@@ -169,11 +185,28 @@ def shared_needs(
         "route": (model.n_routed_experts, model.num_experts_per_tok),
         "sort_pairs": (),
         "log_softmax_top": (max(budget, sampling.MAX_LOGPROBS),),
+        "penalise_paths": (budget if drafter is None else drafter.block_size - 1,),
         "build_trees": (budget,),
     }
     if drafter is not None:
         sizes["block_spans"] = (drafter.head_dim, leaf)
-    return {kernel: SHARED_BYTES[kernel](*given) for kernel, given in sizes.items()}
+    needs = {kernel: SHARED_BYTES[kernel](*given) for kernel, given in sizes.items()}
+    if tensor_linear:
+        cuts = [(config.leaves(model.num_attention_heads, model.num_attention_heads), PARTS)]
+        cuts += [(config.mlp_leaves(model, i), PARTS) for i in range(model.num_hidden_layers)]
+        own = max(leaves * parts // WARPS for leaves, parts in cuts)
+        needs["linear_mma"] = linear_shared_bytes(TILES[0], PIECE, own)
+        needs["gate_up_mma"] = linear_shared_bytes(TILES[0], PIECE, 1)
+    if tensor_experts and model.n_routed_experts:
+        top_k, layer = model.num_experts_per_tok, model.num_hidden_layers - 1
+        experts = TensorExperts(
+            None, None, model.n_routed_experts, model.moe_intermediate_size, model.hidden_size,
+            config.mlp_leaves(model, layer), up_groups=PIECE, down_groups=PIECE,
+        )  # fmt: skip
+        rows = min(EXPERT_ROWS, max(1, MAX_PAIRS // top_k))
+        needs["expert_gate_up_mma"] = experts.up_shared_bytes(rows, top_k)
+        needs["expert_down_mma"] = experts.down_shared_bytes(DOWN_ROWS[-1], top_k)
+    return needs
 
 
 # ---- launchers ---------------------------------------------------------------------------------
@@ -1442,16 +1475,13 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
     ) -> None:
         """Raise UserError, before any weight is loaded, naming a kernel that does not fit here."""
         most = self.launcher.limits.shared_bytes
-        for kernel, need in shared_needs(model, drafter, leaf, budget).items():
+        tensor = dict(tensor_linear=self.tensor_linear, tensor_experts=self.tensor_experts)
+        for kernel, need in shared_needs(model, drafter, leaf, budget, **tensor).items():
             if need > most:
-                setting = (
-                    "draft.budget"
-                    if kernel in ("build_trees", "log_softmax_top")
-                    else "decode.leaf"
-                )
                 raise UserError(
                     f"{kernel}: needs {need} bytes of shared memory for this model, a block on "
-                    f"{self.launcher.limits.name} has {most}; lower {setting}"
+                    f"{self.launcher.limits.name} has {most}; "
+                    f"{INSTEAD.get(kernel, 'lower decode.leaf')}"
                 )
 
     def scratch_bytes(

@@ -611,7 +611,7 @@ def choose(backend: Backend, vocab: int) -> None:
 
 
 def choose_among_near_equals(backend: Backend, vocab: int) -> None:
-    """Where filters cut through thousands of tokens: all equal, in a few steps, dense, mostly -inf."""
+    """Filters that cut through thousands: all equal, in a few steps, dense, mostly -inf."""
     rng, minus = np.random.default_rng(vocab), np.float32(-np.inf)
     dense = rng.standard_normal(vocab).astype(np.float32)
     rows = [

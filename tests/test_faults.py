@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -91,7 +92,8 @@ def test_i5_every_kernel_fits_a_small_block_or_is_named(device, tmp_path, monkey
     no launch asks for more than start-up has checked."""
     kernels = ops.CudaOps(launcher=launcher(device))
     limits = ops.Limits("small", "sm_120", SMALL, 1)
-    small = SimpleNamespace(launcher=SimpleNamespace(limits=limits), name="cuda")
+    tensor = dict(tensor_linear=True, tensor_experts=True)
+    small = SimpleNamespace(launcher=SimpleNamespace(limits=limits), name="cuda", **tensor)
     dims = {
         **toy.DIMS,
         **dict(hidden_size=7168, num_attention_heads=64, q_lora_rank=1536, kv_lora_rank=512),
@@ -100,13 +102,16 @@ def test_i5_every_kernel_fits_a_small_block_or_is_named(device, tmp_path, monkey
         "quantization_config": toy.INT4,
     }
     k26 = config.parse_model(dims, source="K2.6")
-    drafter = SimpleNamespace(head_dim=128)
+    drafter = SimpleNamespace(head_dim=128, block_size=8)
     for budget in (1, 2, 7, 8, 16, 33, 64, 256):
         ops.CudaOps.check_fit(small, k26, drafter, 64, budget)
     with pytest.raises(UserError, match="build_trees: needs .* lower draft.budget"):
         ops.CudaOps.check_fit(small, k26, drafter, 64, 2048)
     with pytest.raises(UserError, match="_spans: needs .* on small has 101376; lower decode.leaf"):
         ops.CudaOps.check_fit(small, k26, drafter, 8192, 64)
+    many = config.parse_model({**dims, "n_routed_experts": 9000}, source="many")
+    with pytest.raises(UserError, match="expert_gate_up_mma: .* use kernels.moe: simple"):
+        ops.CudaOps.check_fit(small, many, drafter, 64, 64)
 
     directory = toy.write_checkpoint(tmp_path / "toy", drafter={})
     with monkeypatch.context() as patch:
@@ -114,14 +119,30 @@ def test_i5_every_kernel_fits_a_small_block_or_is_named(device, tmp_path, monkey
         with pytest.raises(UserError, match=r"\w+: needs \d+ bytes of shared memory"):
             engine_on(device, directory, patch, kernels)
 
+
+@KERNELS
+@pytest.mark.parametrize("activation", ("float32", "bfloat16"))
+def test_every_kernel_with_shared_memory_is_checked_at_start_up(
+    device, activation, tmp_path, monkeypatch
+) -> None:
+    """No launch asks for dynamic shared memory that `shared_needs` does not name."""
+    kernels = ops.CudaOps(activation, launcher=launcher(device))
+    tensor = dict(tensor_linear=kernels.tensor_linear, tensor_experts=kernels.tensor_experts)
+    directory = toy.write_checkpoint(tmp_path / "toy", drafter={})
     made = engine_on(device, directory, monkeypatch, kernels)
-    needs = ops.shared_needs(made.dims, made.draft_dims, 16, made.settings.draft.budget)
     launches: list[ops.Launch] = []
     kernels.listener = launches.append
-    toy.decode(made, [[1, 2, 3]], "tree", made.settings.draft.budget, max_tokens=3)
-    assert launches
+    penalised = dict(repetition_penalty=1.1, temperature=0.5, seed=1, max_tokens=3)
+    toy.decode(made, [[1, 2, 3]], "tree", made.settings.draft.budget, **penalised)
+    needs = ops.shared_needs(made.dims, made.draft_dims, 16, made.settings.draft.budget, **tensor)
+    asked = {}
     for launch in launches:
-        assert launch.shared_bytes <= needs.get(launch.kernel, ops.SHARED_DEFAULT), launch.kernel
+        if launch.shared_bytes:
+            kernel = re.sub(r"_mma_\d_\d$", "_mma", launch.kernel)
+            asked[kernel] = max(launch.shared_bytes, asked.get(kernel, 0))
+    assert len(asked) > 4
+    for kernel, most in asked.items():
+        assert kernel in needs and (kernel in ops.ADAPTIVE or most <= needs[kernel]), kernel
 
 
 # ---- a kernel that fails -----------------------------------------------------------------------

@@ -86,7 +86,7 @@ def settings_of(directory: Path, **sections) -> config.Config:
         path=directory, lora_norm_eps=None, stated=(), **sections.pop("model", {})
     )
     decode = config.Decode(context=64, batch=2, prefill_chunk=32, leaf=16, span=2)
-    draft = config.Draft(path=directory / "drafter", mode="tree")
+    draft = sections.pop("draft", config.Draft(path=directory / "drafter", mode="tree"))
     return config.Config(model=model, draft=draft, decode=decode, **sections)
 
 
@@ -232,6 +232,20 @@ def test_one_rank_alone_decodes(made):
         results.append(result)
     assert results[0].logits.shape == (6, 515) and np.isfinite(results[0].logits).all()
     assert results[0].token_ids == results[1].token_ids
+
+
+@pytest.mark.parametrize("tp", [{}, {"size": 8, "only_rank": 0}], ids=["whole", "one rank"])
+def test_deep_generated_models_do_not_repeat_themselves(tmp_path, tp):
+    """As many layers as K2.6 has: logits stay finite, and a token's successor depends on it."""
+    deep = {**SMALL, "num_hidden_layers": 61, "vocab_size": 4096}
+    make_checkpoint.write_target(tmp_path, deep, headers_only=True)
+    settings = settings_of(
+        tmp_path, model={"load": "generate"}, tp=config.TensorParallel(**tp), draft=config.Draft()
+    )
+    params = SamplingParams(max_tokens=48, ignore_eos=True)
+    [result] = Engine(settings, "cpu").generate([[1, 2, 3]], params, keep_logits=True)
+    assert np.isfinite(result.logits).all() and 0.5 < np.std(result.logits) < 2
+    assert len(set(result.token_ids)) >= 32
 
 
 def test_config_of_generated_weights(tmp_path):
