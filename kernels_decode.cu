@@ -637,8 +637,8 @@ DEVICE u64 least_kept(int n, const KeyOf& key, const WeightOf& weight, const Req
   }
   if (!request.top_p) return least;
   total += cut.before;
-  const u64 want = wanted(total, total, request.top_p) - cut.above;
-  return max(least, key_at(n, want, [&](int i) { return key(i) >= least ? key(i) : 0; }, weight, d));
+  // What top-p keeps is among what top-k leaves: its mass is reached before others are counted.
+  return key_at(n, wanted(total, total, request.top_p) - cut.above, key, weight, d);
 }
 
 // The token of each sampled row: the best score among what top-k, then top-p, then min-p leave

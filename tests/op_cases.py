@@ -627,6 +627,7 @@ def choose_among_near_equals(backend: Backend, vocab: int) -> None:
         SamplingParams(temperature=1.3, seed=3, top_k=vocab // 2),
         SamplingParams(temperature=0.9, seed=4, top_k=vocab // 3, top_p=0.4),
         SamplingParams(temperature=0.9, seed=5, top_k=vocab - 1, top_p=0.999, min_p=0.3),
+        SamplingParams(temperature=0.9, seed=5, top_k=vocab // 3, min_p=0.3),
         SamplingParams(temperature=0.7, seed=6, min_p=0.02),
         SamplingParams(temperature=2.0, seed=7),
         SamplingParams(temperature=0.5, seed=8, top_k=9, top_p=1e-9),
@@ -654,11 +655,13 @@ def choose_rows_without_a_token(backend: Backend) -> None:
 
 
 def choose_takes_the_fewest_tokens_that_reach_top_p(backend: Backend) -> None:
-    """0.5, 0.25, 0.25 with top_p 0.5 keep one token, whatever the noise."""
-    logits = np.log(np.array([[0.25, 0.5, 0.25]] * 50, np.float32))
-    requests = [SamplingParams(temperature=1.0, seed=s, top_p=0.5) for s in range(50)]
-    tokens = backend.ops.choose(backend.send(logits, fp32=True), np.arange(50), requests)
-    assert backend.get(tokens).tolist() == [1] * 50
+    """0.5, 0.25, 0.25 with top_p 0.5 keep one token, whatever the noise; others that round too."""
+    for best in (0.5, 0.4, 0.35, 0.6, 0.7):
+        rest = (1 - best) / 2
+        logits = np.log(np.array([[rest, best, rest]] * 50)).astype(np.float32)
+        requests = [SamplingParams(temperature=1.0, seed=s, top_p=best) for s in range(50)]
+        tokens = backend.ops.choose(backend.send(logits, fp32=True), np.arange(50), requests)
+        assert backend.get(tokens).tolist() == [1] * 50
 
 
 def add_noise(backend: Backend) -> None:
