@@ -452,6 +452,8 @@ KERNEL best_tokens(const u64* bests,   // [T, parts]
 constexpr float BINS_A_UNIT = 32.0f;
 static_assert(BINS >= 1000 && BINS % THREADS == 0, "exp(-BINS / 32) 2^44 rounds to 0");
 
+DEVICE int list_size(int V) { return min(LISTED, V); }
+
 DEVICE int bin_of(float scaled, float peak) {
   return (int)fminf(__fmul_rn(__fsub_rn(peak, scaled), BINS_A_UNIT), (float)(BINS - 1));
 }
@@ -586,7 +588,7 @@ KERNEL score_kept(const float* adjusted,  // [T, V]
                   const u64* masses,     // [T, BINS]
                   const int* counts,     // [T, BINS]
                   u64* scores,           // [T, parts] keys
-                  u64* list,             // [T, LISTED] keys of logits, in any order
+                  u64* list,             // [T, list_size] keys of logits, in any order
                   int* listed,           // [T] 0: so many are listed, or would be
                   int V, int ahead) {
   __shared__ Cut cut;
@@ -613,7 +615,7 @@ KERNEL score_kept(const float* adjusted,  // [T, V]
       kept |= (u32)(!request.min_mass || mass(values[j], peak) >= request.min_mass) << j;
     else if (cut.looks_at(bin)) {
       const int at = atomicAdd(listed + t, 1);
-      if (at < LISTED) list[(i64)t * LISTED + at] = key;
+      if (at < list_size(V)) list[(i64)t * list_size(V) + at] = key;
     }
   }
   const u64 best = best_score(values, kept, request, positions[t] + ahead, shared);
@@ -651,7 +653,7 @@ KERNEL choose(const float* adjusted,  // [T, V]
               const u64* masses,     // [T, BINS]
               const int* counts,     // [T, BINS]
               const u64* scores,     // [T, parts] of score_kept
-              const u64* list,       // [T, LISTED]
+              const u64* list,       // [T, list_size]
               const int* listed,     // [T]
               int* tokens,           // [T]; other rows stay as they are
               int V, int ahead, int parts) {
@@ -673,7 +675,7 @@ KERNEL choose(const float* adjusted,  // [T, V]
     find_cut(masses + (i64)t * BINS, counts + t * BINS, request, V, cut, shared);
     n = listed[t];
   }
-  adjusted += (i64)t * V, list += (i64)t * LISTED;
+  adjusted += (i64)t * V, list += (i64)t * list_size(V);
   const float peak = __fdiv_rn(peaks[t], request.temperature);
   auto scaled = [&](u64 k) { return __fdiv_rn(value_of(k), request.temperature); };
   auto mass_of = [&](u64 k) {
@@ -693,7 +695,7 @@ KERNEL choose(const float* adjusted,  // [T, V]
     for (int i = threadIdx.x; i < n; i += THREADS) keys[i] = list[i], weights[i] = mass_of(list[i]);
     __syncthreads();  // all are there before they are read
     if (n) look(n, [&](int i) { return keys[i]; }, [&](int i) { return weights[i]; });
-  } else if (n <= LISTED) {
+  } else if (n <= list_size(V)) {
     look(n, [&](int i) { return list[i]; }, [&](int i) { return mass_of(list[i]); });
   } else {  // the list was too short: the whole row
     auto key = [&](int v) {

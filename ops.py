@@ -1497,7 +1497,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         dense = model.intermediate_size * a + model.hidden_size * (4 * a + 4 * 10)  # 8 leaves, sums
         entries = model.num_hidden_layers * (latent + model.qk_rope_head_dim) * a
         scores = model.vocab_size * (4 + 4 + 4)  # logits, penalised, drafts with noise
-        scores += BINS * (8 + 4) + LISTED * 8  # of filters
+        scores += BINS * (8 + 4) + min(LISTED, model.vocab_size) * 8  # of filters
         return rows * (attention + experts + dense + entries + 4 * rows) + logits * scores
 
     def reload(self) -> list[str]:
@@ -2251,7 +2251,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         self._choice(
             "fill_bins", grid, adjusted, requests, owners, p.tokens, p.peaks, *counted, vocab
         )
-        scores, keys = (self.empty((n, width), UINT64) for width in (p.parts, LISTED))
+        scores, keys = (self.empty((n, width), UINT64) for width in (p.parts, min(LISTED, vocab)))
         self._choice(
             "score_kept", grid, adjusted, *asked, p.tokens, p.peaks, *counted, scores, keys,
             p.listed, vocab, ahead,
