@@ -189,9 +189,9 @@ def parts(engine: Engine, sequence: Sequence, choice: Choice) -> tuple[float, fl
         rounds = engine.rounds
         rounds.enter([sequence])
         rounds.send_tables()
-        choice, places, _ = rounds.key(choice, 1, False)
+        choice, places, *_ = rounds.key(choice, 1, False)
         runs = [
-            engine.ops.capture(lambda: (rounds.drafts(places),)).replay,
+            engine.ops.capture(lambda: (rounds.drafts(places)[0],)).replay,
             engine.ops.capture(lambda: (rounds.trees(choice, places)[0].sizes,)).replay,
         ]
         seconds = engine.ops.launcher.seconds

@@ -164,7 +164,11 @@ INSTEAD = {
     **dict.fromkeys(("linear_mma", "gate_up_mma"), "use kernels.linear: simple"),
     **dict.fromkeys(("expert_gate_up_mma", "expert_down_mma"), "use kernels.moe: simple"),
 }
-ADAPTIVE = ("linear_mma", "gate_up_mma", "expert_down_mma")  # take fewer rows if there is less room
+# Take fewer rows where there is less room; attention gives way to the simple kernels at last.
+ADAPTIVE = ("linear_mma", "gate_up_mma", "expert_down_mma", "latent_spans_mma", "block_spans_mma")
+
+
+TENSOR = ("tensor_linear", "tensor_experts", "tensor_attention")  # of CudaOps
 
 
 def shared_needs(
@@ -175,8 +179,9 @@ def shared_needs(
     *,
     tensor_linear: bool = False,
     tensor_experts: bool = False,
+    tensor_attention: bool = False,
 ) -> dict[str, int]:
-    """Dynamic shared bytes of every kernel that asks for some, for this model, leaf and tree; of
+    """Dynamic shared bytes of every kernel that cannot do without, for this model, leaf and tree; of
     ADAPTIVE ones the least. Without tensor parallelism, which makes sums shorter only."""
     width = model.kv_lora_rank + model.qk_rope_head_dim
     sizes = {
@@ -191,6 +196,9 @@ def shared_needs(
     if drafter is not None:
         sizes["block_spans"] = (drafter.head_dim, leaf)
     needs = {kernel: SHARED_BYTES[kernel](*given) for kernel, given in sizes.items()}
+    if tensor_attention:
+        needs["attention_work"] = 16 * WORK_ROWS
+        needs["latent_fold_mma"] = needs["block_fold_mma"] = WARPS * MEET * 1024
     if tensor_linear:
         cuts = [(config.leaves(model.num_attention_heads, model.num_attention_heads), PARTS)]
         cuts += [(config.mlp_leaves(model, i), PARTS) for i in range(model.num_hidden_layers)]
@@ -1475,7 +1483,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
     ) -> None:
         """Raise UserError, before any weight is loaded, naming a kernel that does not fit here."""
         most = self.launcher.limits.shared_bytes
-        tensor = dict(tensor_linear=self.tensor_linear, tensor_experts=self.tensor_experts)
+        tensor = {name: getattr(self, name) for name in TENSOR}
         for kernel, need in shared_needs(model, drafter, leaf, budget, **tensor).items():
             if need > most:
                 raise UserError(

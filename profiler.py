@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from config import UserError
 from engine import Engine
 from request import Sequence
-from rounds import penalised
+from rounds import penalised, sampled
 from sampling import SamplingParams
 
 WARM = 8  # tokens of a text before anything is measured
@@ -104,7 +104,8 @@ def recorded(engine: Engine, sequence: Sequence) -> Profile:
     took = [rounds.seconds(choice, [sequence]) for _ in range(turns)]
     if None in took:
         raise UserError("--profile: too few pages for two rounds; raise decode.pages")
-    launches = launched(ops, lambda: rounds.round(*rounds.key(choice, 1, penalised([sequence]))))
+    kind = penalised([sequence]), sampled([sequence])
+    launches = launched(ops, lambda: rounds.round(*rounds.key(choice, 1, *kind)))
     parts = []
     for kernel in dict.fromkeys(launch.kernel for launch in launches):
         mine = [launch for launch in launches if launch.kernel == kernel]

@@ -162,15 +162,15 @@ class Rounds:
                 got.append(Emitted(sequence, read.tokens[place, :n].tolist(), logits))
         return Done(got, flight.choice, read.seconds, flight.places, read.counts, read.scored)
 
-    def key(self, choice: Choice, running: list[Sequence]) -> tuple:
+    def key(self, choice: Choice, b: int, penalised: bool, sampled: bool = False) -> tuple:
         """What a recorded graph is for."""
         nodes = {"ar": 1, "chain": self.depth + 1}.get(choice.mode, choice.budget)
-        return (choice._replace(budget=nodes), len(running), penalised(running), sampled(running))
+        return (choice._replace(budget=nodes), b, penalised, sampled)
 
     def recorded(self, choice: Choice, running: list[Sequence] | None = None) -> bool:
         """Whether a round of these sequences (None: of those in `places`) is recorded."""
         some = self.places if running is None else running
-        return self.key(choice, some) in self.graphs
+        return self.key(choice, len(some), penalised(some), sampled(some)) in self.graphs
 
     def seconds(self, choice: Choice, running: list[Sequence]) -> float | None:
         """How long a round takes the device, from where these sequences stand; they stay there. The
@@ -210,7 +210,8 @@ class Rounds:
         except CacheFull:
             return False
         self.send_tables()
-        key = self.key(choice, self.places)
+        places = self.places
+        key = self.key(choice, len(places), penalised(places), sampled(places))
         if key not in self.graphs:
             began = time.perf_counter()
             try:
@@ -292,7 +293,7 @@ class Rounds:
         scored = (None,) * 3 if whole is None else (whole.scores, whole.depths, whole.sizes)
         return walks.tokens, walks.counts, *scored, walks.rows, forward.logits
 
-    def trees(self, choice: Choice, b: int, sampled: bool) -> tuple:
+    def trees(self, choice: Choice, b: int, sampled: bool = False) -> tuple:
         """The round's trees, and the larger ones whose scores are wanted or None."""
         o, nodes, scored = self.ops, choice.budget, choice.scored
         roots, limits = self.roots[:b], self.limits[:b]
