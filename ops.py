@@ -181,7 +181,7 @@ def shared_needs(
     tensor_experts: bool = False,
     tensor_attention: bool = False,
 ) -> dict[str, int]:
-    """Dynamic shared bytes of every kernel that cannot do without, for this model, leaf and tree; of
+    """Dynamic shared bytes of every kernel that needs some, for this model, leaf and tree; of
     ADAPTIVE ones the least. Without tensor parallelism, which makes sums shorter only."""
     width = model.kv_lora_rank + model.qk_rope_head_dim
     sizes = {
