@@ -8,13 +8,14 @@
 // each other rank sends in turn t, and that rank began turn t after it had ended turn t - 1, so nobody
 // still reads the half of turn t - 1 when turn t + 1 writes it.
 //
-// Blocks wait for the same block of other ranks: a grid is no larger than the number of processors, so
-// that all its blocks run at once. A wait that is longer than `patience` (nanoseconds) writes the ranks
-// that have not come into `late` (bit r: rank r), where the host can read it, and ends the kernel with
-// a fault: no sum is ever made of what is not there.
+// Blocks wait for blocks of other ranks, so a grid is no larger than what surely runs at once: AT_ONCE
+// blocks on each processor. A wait that is longer than `patience` (nanoseconds) writes the ranks that
+// have not come into `late` (bit r: rank r), where the host can read it, and ends the kernel with a
+// fault: no sum is ever made of what is not there.
 
 // ==== peer_sum ====
 
+#define PEER_KERNEL extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 static_assert(RANKS == 2 || RANKS == 4 || RANKS == 8, "a pairwise tree over ranks");
 
 // Accesses at system scope. A line is two halves of 8 bytes, each of which is stored at once: a float
@@ -85,15 +86,18 @@ DEVICE float add_ranks(float (&part)[RANKS]) {
   return part[0];
 }
 
+// Batches keep this many of a thread's loads in flight; more ranks are more loads of each.
+constexpr int BATCH = 8 / RANKS;
+
 // Sum in one shot: all ranks send everything to all and add everything. Data and number arrive
 // together, so nothing is fenced: for few bytes.
-// Grid (any up to the processors), THREADS; may be launched as a dependent kernel.
-KERNEL push_sum(const float* x,         // [n], 16-byte aligned: this rank's partial
-                float* out,             // [n], 16-byte aligned; may be x
-                const u64* mailboxes,   // [RANKS] addresses of u64 [2, RANKS, lines, 2]: half, sender
-                u32* state,             // [2]
-                u64* late,              // [1], host memory
-                u64 patience, int n, int lines, int rank) {
+// Grid (any, if all blocks run at once), THREADS; may be launched as a dependent kernel.
+PEER_KERNEL push_sum(const float* x,        // [n], 16-byte aligned: this rank's partial
+                     float* out,            // [n], 16-byte aligned; not x
+                     const u64* mailboxes,  // [RANKS] addresses of u64 [2, RANKS, lines, 2]: half, sender
+                     u32* state,            // [2]
+                     u64* late,             // [1], host memory
+                     u64 patience, int n, int lines, int rank) {
   u64 to[RANKS];
 #pragma unroll
   for (int r = 0; r < RANKS; r++) to[r] = mailboxes[r];  // never changes: read before the wait
@@ -101,40 +105,64 @@ KERNEL push_sum(const float* x,         // [n], 16-byte aligned: this rank's par
   const u32 turn = turn_of(state);
   const u64 number = (u64)turn << 32, half = (u64)(turn & 1) * RANKS * lines;
   const int first = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS, all = (n + 1) / 2;
-  auto mine = [&](int i) {
-    return 2 * i + 1 < n ? ((const float2*)x)[i] : make_float2(x[2 * i], 0.0f);
-  };
-  for (int i = first; i < all; i += step) {
-    const float2 pair = mine(i);
-    const u64 low = number | __float_as_uint(pair.x), high = number | __float_as_uint(pair.y);
+  auto load = [&](int begin, u64 (&low)[BATCH], u64 (&high)[BATCH]) {
 #pragma unroll
-    for (int r = 0; r < RANKS; r++)
-      if (r != rank) store_line((u64*)to[r] + 2 * (half + (u64)rank * lines + i), low, high);
+    for (int k = 0; k < BATCH; k++) {
+      const int i = begin + k * step;
+      float2 pair = make_float2(0.0f, 0.0f);
+      if (2 * i + 1 < n) pair = ((const float2*)x)[i];
+      if (2 * i + 1 == n) pair.x = x[2 * i];
+      low[k] = number | __float_as_uint(pair.x), high[k] = number | __float_as_uint(pair.y);
+    }
+  };
+  for (int begin = first; begin < all; begin += BATCH * step) {
+    u64 low[BATCH], high[BATCH];
+    load(begin, low, high);
+#pragma unroll
+    for (int k = 0; k < BATCH; k++) {
+      const int i = begin + k * step;
+#pragma unroll
+      for (int r = 0; r < RANKS; r++)
+        if (i < all && r != rank)
+          store_line((u64*)to[r] + 2 * (half + (u64)rank * lines + i), low[k], high[k]);
+    }
   }
   leave_turn(state, turn);
   grid_dependency_launch();  // all blocks run by now: what follows takes no place from them
   const u64* box = (const u64*)mailboxes[rank] + 2 * half;
-  for (int i = first; i < all; i += step) {
-    const float2 own = mine(i);
-    float a[RANKS], b[RANKS];
+  for (int begin = first; begin < all; begin += BATCH * step) {
+    u64 own_low[BATCH], own_high[BATCH], low[BATCH][RANKS], high[BATCH][RANKS];
+    load(begin, own_low, own_high);
     Wait wait(late, patience);
     for (;;) {
+#pragma unroll
+      for (int k = 0; k < BATCH; k++)
+#pragma unroll
+        for (int r = 0; r < RANKS; r++) {
+          const int i = begin + k * step;
+          low[k][r] = own_low[k], high[k][r] = own_high[k];
+          if (i < all && r != rank) load_line(box + 2 * ((u64)r * lines + i), low[k][r], high[k][r]);
+        }
       u32 missing = 0;
 #pragma unroll
-      for (int r = 0; r < RANKS; r++) {
-        u64 low = number | __float_as_uint(own.x), high = number | __float_as_uint(own.y);
-        if (r != rank) load_line(box + 2 * ((u64)r * lines + i), low, high);
-        if ((u32)(low >> 32) != turn || (u32)(high >> 32) != turn) missing |= 1u << r;
-        a[r] = __uint_as_float((u32)low), b[r] = __uint_as_float((u32)high);
-      }
+      for (int k = 0; k < BATCH; k++)
+#pragma unroll
+        for (int r = 0; r < RANKS; r++)
+          if ((u32)(low[k][r] >> 32) != turn || (u32)(high[k][r] >> 32) != turn) missing |= 1u << r;
       if (!missing) break;
       wait.go_on(missing);
     }
-    const float2 sum = make_float2(add_ranks(a), add_ranks(b));
-    if (2 * i + 1 < n)
-      ((float2*)out)[i] = sum;
-    else
-      out[2 * i] = sum.x;
+#pragma unroll
+    for (int k = 0; k < BATCH; k++) {
+      const int i = begin + k * step;
+      float a[RANKS], b[RANKS];
+#pragma unroll
+      for (int r = 0; r < RANKS; r++)
+        a[r] = __uint_as_float((u32)low[k][r]), b[r] = __uint_as_float((u32)high[k][r]);
+      const float2 sum = make_float2(add_ranks(a), add_ranks(b));
+      if (2 * i + 1 < n) ((float2*)out)[i] = sum;
+      if (2 * i + 1 == n) out[2 * i] = sum.x;
+    }
   }
 }
 
@@ -155,17 +183,31 @@ DEVICE void wait_for_flags(const u64* mailboxes, u64 offset, int rank, u32 turn,
   __syncthreads();  // nobody reads before all flags were seen
 }
 
+// Of a block's quads of a slice: four apart by THREADS are loaded before any is stored.
+DEVICE void copy_quads(const float4* from, float4* to, int begin, int end) {
+  for (; begin < end; begin += 4 * THREADS) {
+    float4 v[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      if (begin + k * THREADS < end) v[k] = __ldcg(from + begin + k * THREADS);
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      if (begin + k * THREADS < end) to[begin + k * THREADS] = v[k];
+  }
+}
+
 // Sum in two shots: rank r adds slice r of n / RANKS values and sends the sum to all, so each value
 // crosses a link twice and not RANKS - 1 times: for many bytes.
-// Grid (any up to the processors, equal on all ranks), THREADS; may be launched as a dependent kernel.
-KERNEL push_sum_slices(const float* x,        // [RANKS, slice], 16-byte aligned: this rank's partial
-                       float* out,            // [RANKS, slice], 16-byte aligned; may be x
-                       const u64* mailboxes,  // [RANKS] addresses of u32 [2, 2, RANKS, gridDim.x]: half,
-                                              // shot, sender (at most `flags` bytes), then of float
-                                              // [2, 2, RANKS, room]: half, shot, sender
-                       u32* state,            // [2]
-                       u64* late,             // [1], host memory
-                       u64 patience, int slice, int room, int flags, int rank) {  // slice % 4 == 0
+// Grid (any, equal on all ranks, if all blocks run at once), THREADS; may be launched as a dependent
+// kernel.
+PEER_KERNEL push_sum_slices(
+    const float* x,        // [RANKS, slice], 16-byte aligned: this rank's partial; slice % 4 == 0
+    float* out,            // [RANKS, slice], 16-byte aligned; not x
+    const u64* mailboxes,  // [RANKS] addresses of u32 [2, 2, RANKS, gridDim.x]: half, shot, sender;
+                           // and `flags` bytes on of float [2, 2, RANKS, room]: half, shot, sender
+    u32* state,            // [2]
+    u64* late,             // [1], host memory
+    u64 patience, int slice, int room, int flags, int rank) {
   grid_dependency_wait();  // for x, and for the turn before this one
   const u32 turn = turn_of(state);
   const int half = turn & 1, quads = slice / 4, per = (quads + gridDim.x - 1) / gridDim.x;
@@ -180,38 +222,44 @@ KERNEL push_sum_slices(const float* x,        // [RANKS, slice], 16-byte aligned
   float4* to[RANKS];  // where others take this rank's sums
   const float4* from[RANKS];
 #pragma unroll
-  for (int r = 0; r < RANKS; r++) to[r] = values(r, 1, rank), from[r] = values(rank, 0, r);
-
   for (int r = 0; r < RANKS; r++) {
-    if (r == rank) continue;
-    float4* part = values(r, 0, rank);
-    for (int q = begin; q < end; q += THREADS) part[q] = given[r * quads + q];
+    to[r] = values(r, 1, rank);
+    from[r] = r == rank ? given + rank * quads : values(rank, 0, r);
   }
+
+  for (int r = 0; r < RANKS; r++)
+    if (r != rank) copy_quads(given + r * quads, values(r, 0, rank), begin, end);
   raise_flags(mailboxes, flags_of(0), rank, turn);
   leave_turn(state, turn);
   grid_dependency_launch();  // all blocks run by now: what follows takes no place from them
   wait_for_flags(mailboxes, flags_of(0), rank, turn, wait);
 
-  for (int q = begin; q < end; q += THREADS) {
-    float part[4][RANKS];
+  for (int first = begin; first < end; first += BATCH * THREADS) {
+    float4 v[BATCH][RANKS];
 #pragma unroll
-    for (int r = 0; r < RANKS; r++) {
-      const float4 v = r == rank ? given[rank * quads + q] : __ldcg(from[r] + q);
-      part[0][r] = v.x, part[1][r] = v.y, part[2][r] = v.z, part[3][r] = v.w;
+    for (int k = 0; k < BATCH; k++)
+#pragma unroll
+      for (int r = 0; r < RANKS; r++)
+        if (first + k * THREADS < end) v[k][r] = __ldcg(from[r] + first + k * THREADS);
+#pragma unroll
+    for (int k = 0; k < BATCH; k++) {
+      const int q = first + k * THREADS;
+      if (q >= end) break;
+      float part[4][RANKS];
+#pragma unroll
+      for (int r = 0; r < RANKS; r++)
+        part[0][r] = v[k][r].x, part[1][r] = v[k][r].y, part[2][r] = v[k][r].z, part[3][r] = v[k][r].w;
+      const float4 sum = make_float4(add_ranks(part[0]), add_ranks(part[1]), add_ranks(part[2]),
+                                     add_ranks(part[3]));
+      sums[rank * quads + q] = sum;
+#pragma unroll
+      for (int r = 0; r < RANKS; r++)
+        if (r != rank) to[r][q] = sum;
     }
-    const float4 sum =
-        make_float4(add_ranks(part[0]), add_ranks(part[1]), add_ranks(part[2]), add_ranks(part[3]));
-    sums[rank * quads + q] = sum;
-#pragma unroll
-    for (int r = 0; r < RANKS; r++)
-      if (r != rank) to[r][q] = sum;
   }
   raise_flags(mailboxes, flags_of(1), rank, turn);
   wait_for_flags(mailboxes, flags_of(1), rank, turn, wait);
 
-  for (int r = 0; r < RANKS; r++) {
-    if (r == rank) continue;
-    const float4* theirs = values(rank, 1, r);
-    for (int q = begin; q < end; q += THREADS) sums[r * quads + q] = __ldcg(theirs + q);
-  }
+  for (int r = 0; r < RANKS; r++)
+    if (r != rank) copy_quads(values(rank, 1, r), sums + r * quads, begin, end);
 }

@@ -887,11 +887,11 @@ def sums_of_ranks(b: Backend, size: int, n: int, two_shots: bool) -> None:
     for rank in (0, size - 1):
         memories = [ops.share_mailbox(size)[0] for _ in range(size)]
         addresses = [ops.launcher.address(memory) for memory in memories]
-        mail = ops.mailbox(rank, addresses, ops.launcher.limits.processors, 5.0)
+        mail = ops.mailbox(rank, addresses, ops.launcher.at_once, 5.0)
         for turn in (1, LAST_TURN, 2):
             ops.refill(mail.turns, np.array([[turn, 0]] * 2, np.uint32))
             parts = np.random.default_rng([size, n, turn]).standard_normal((size, n), np.float32)
-            given, sent = (_two_shots if two_shots else _one_shot)(mail, parts, turn)
+            given, sent = (_two_shots if two_shots else one_shot)(mail, parts, turn)
             for at, values in given:
                 ops.launcher.write(addresses[rank] + at, values)
             have = b.get(op(mail, b.send(parts[rank], fp32=True)))
@@ -903,7 +903,7 @@ def sums_of_ranks(b: Backend, size: int, n: int, two_shots: bool) -> None:
             assert after.tolist() == [2 if turn == LAST_TURN else turn + 1, 0]
 
 
-def _one_shot(mail, parts: np.ndarray, turn: int) -> tuple[list, list]:
+def one_shot(mail, parts: np.ndarray, turn: int) -> tuple[list, list]:
     """Lines in this rank's memory, [(place, values)], and in others', [(rank, place, values)]."""
     size, n = parts.shape
     lines = np.zeros((size, n + n % 2), np.uint64)  # a value, and the turn above it

@@ -4,7 +4,8 @@ ranks.py lead FAULT ARGUMENTS…      rank 0: the command line, which starts the
 ranks.py follow FAULT RANK SIZE     one of the others
 ranks.py launched FAULT ARGUMENTS…  any rank, started by a launcher: the command line
 ranks.py collectives [cuda]         any rank, started by a launcher: every collective against NumPy
-ranks.py peers RANK SIZE            a rank other than 0 of test_peers.py
+ranks.py peers DEVICE RANK SIZE     a rank other than 0 of test_peers.py: sums in peer memory
+ranks.py reduce RANK SIZE           the same: a small bench.py reduce
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 import numpy as np  # noqa: E402
 
+import bench_reduce  # noqa: E402
 import engine  # noqa: E402
 import ops  # noqa: E402
 import parallel  # noqa: E402
 from engine import Engine  # noqa: E402
 
-PEER_SUMS = 60
+TURNS = 60  # sums in peer memory
+WRONG = False  # of rank 0: whether `reduce` has a way that is wrong
 STEP = 3  # of a fault: rank 1's third
 
 
@@ -75,8 +78,8 @@ def stand_in() -> None:
     """Engines that have no drafter get one; see toy.plug."""
     load = Engine.load
 
-    def patched(self):
-        load(self)
+    def patched(self, *arguments, **named):
+        load(self, *arguments, **named)
         if self.drafter is None:
             self.drafter = StandIn(self.dims.vocab_size)
             self.model.taps = (0,)
@@ -88,8 +91,8 @@ def disturbed(log: str) -> None:
     """Other drafts than rank 0's; the trees and tokens of each request go to the file `log`."""
     load, retire = Engine.load, Engine.retire
 
-    def patched(self):
-        load(self)
+    def patched(self, *arguments, **named):
+        load(self, *arguments, **named)
         draft = self.drafter.draft
 
         def wrong(*arguments):
@@ -143,18 +146,38 @@ class Together(ops.EmulatorLauncher):
         function(grid, block, args, shared_bytes, cooperative=True)
 
 
-def peer_sums(host: parallel.Comm, turns: int) -> None:
-    """Sums of both kinds and many sizes through shared memory, on emulated devices; ranks come late
-    by turns, and the numbers of the turns wrap on the way."""
-    device = ops.CudaOps(launcher=Together(3), poison=True)
-    comm = parallel.on_device(host, device)
+class HostSums:
+    """Sums by the host, for ranks that share a GPU: NCCL wants one each."""
+
+    def __init__(self, host: parallel.Comm, launcher):
+        self.host, self.launcher = host, launcher
+        self.rank, self.size = host.rank, host.size
+        self.local_rank, self.local_size = host.local_rank, host.local_size
+        self.broadcast, self.barrier = host.broadcast, host.barrier
+
+    def tree_sum(self, x):
+        return self.launcher.upload(self.host.tree_sum(self.launcher.download(x)))
+
+
+def peer_sums(host: parallel.Comm, where: str) -> None:
+    """Sums of both kinds and many sizes through shared memory; ranks come late by turns, and the
+    numbers of the turns wrap on the way. On GPUs, each of which may have several ranks."""
+    if where == "cuda":
+        import cupy
+
+        launcher = ops.CudaLauncher(host.rank % cupy.cuda.runtime.getDeviceCount())
+    else:
+        launcher = Together(3)
+    device = ops.CudaOps(launcher=launcher, poison=True)
+    comm = parallel.with_peers(host, HostSums(host, launcher), device)
     assert isinstance(comm, parallel.PeerComm)
     sums, short = comm.sums, comm.mail.short
     device.refill(comm.mail.turns, np.array([[2**32 - 4, 0]] * 2, np.uint32))
+    launcher.synchronize()
     host.barrier()
     sizes = (1, 2, 7, 1000, 3001, short, short + 32, short + 96 * host.size)
     drawn, late = np.random.default_rng(1), np.random.default_rng(host.rank)
-    for turn in range(turns):
+    for turn in range(TURNS):
         shape = (1, int(drawn.choice(sizes)))
         parts = [
             np.random.default_rng([turn, r]).standard_normal(shape, dtype=np.float32)
@@ -162,13 +185,32 @@ def peer_sums(host: parallel.Comm, turns: int) -> None:
         ]
         if not late.integers(4):
             time.sleep(late.random() / 50)
-        got = comm.tree_sum(parts[host.rank])
+        got = device.download(comm.tree_sum(launcher.upload(parts[host.rank])))
         assert got.tobytes() == tree(parts).tobytes(), (turn, shape)
-    assert comm.sums == sums + turns
-    ragged = np.ones((1, short + 33), np.float32)  # cannot be cut: another way
-    assert (comm.tree_sum(ragged) == host.size).all() and comm.sums == sums + turns
+    assert comm.sums == sums + TURNS
+    ragged = launcher.upload(np.ones((1, short + 33), np.float32))  # cannot be cut: another way
+    assert (comm.tree_sum(ragged) == host.size).all() and comm.sums == sums + TURNS
     assert comm.tree_sum(ragged[:0]).shape == (0, short + 33)
     assert comm.broadcast(host.rank) == 0
+
+
+def reduce(host: parallel.Comm) -> list[dict]:
+    """bench.py reduce on emulated devices: ways that are right, nearly right and wrong."""
+    bench_reduce.HIDDEN, bench_reduce.LAUNCHES, bench_reduce.REPLAYS = 64, 2, 1
+
+    def ways(peers, device) -> list:
+        def two_shots(x):
+            return device.push_sum_slices(peers.mail, x)
+
+        made = [bench_reduce.Way("chosen", peers.tree_sum)]
+        made += [bench_reduce.Way("two shots", two_shots)]
+        made += [bench_reduce.Way("near", lambda x: peers.tree_sum(x) * np.float32(1.001), 0.01)]
+        if host.broadcast(WRONG):
+            made += [bench_reduce.Way("wrong", lambda x: peers.tree_sum(x) * np.float32(1.001))]
+        return made
+
+    bench_reduce.ways = ways
+    return bench_reduce.measure(host, Together(2), (1, 3))
 
 
 def collectives(device: str = "cpu") -> None:
@@ -243,9 +285,9 @@ if __name__ == "__main__":
     role, *rest = sys.argv[1:]
     if role == "collectives":
         sys.exit(collectives(*rest))
-    if role == "peers":
-        comm = parallel.attach(*map(int, rest))
-        peer_sums(comm, PEER_SUMS)
+    if role in ("peers", "reduce"):
+        comm = parallel.attach(*map(int, rest[-2:]))
+        peer_sums(comm, rest[0]) if role == "peers" else reduce(comm)
         assert comm.broadcast() == parallel.End(0)
         sys.exit(comm.close())
     fault, *rest = rest

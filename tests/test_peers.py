@@ -20,6 +20,7 @@ from test_parallel import SCRIPT, gpus, living, run_ranks
 import ops
 import parallel
 from config import DeviceFault, UserError
+from tests import op_cases
 
 
 @pytest.fixture
@@ -29,12 +30,25 @@ def device() -> str:
     return "emulate"
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_emulated_sums_over_processes(device, size):
-    comm = parallel.start(size, [sys.executable, SCRIPT, "peers"])
-    ranks.peer_sums(comm, ranks.PEER_SUMS)
+def sums_over_processes(size: int, where: str) -> None:
+    comm = parallel.start(size, [sys.executable, SCRIPT, "peers", where])
+    ranks.peer_sums(comm, where)
     comm.close()
     assert [process.returncode for process in comm._processes] == [0] * (size - 1)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_emulated_sums_over_processes(device, size):
+    sums_over_processes(size, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_sums_over_processes_on_gpus(size):
+    """Also more ranks than there are GPUs: the ranks of one take turns on it."""
+    if not gpus():
+        pytest.skip("no GPU")
+    sums_over_processes(size, "cuda")
 
 
 @pytest.mark.parametrize("two_shots", [False, True])
@@ -48,6 +62,32 @@ def test_emulated_rank_that_does_not_come(device, two_shots):
     with pytest.raises(DeviceFault, match="rank (0, 2, 3|[023]) did not come to a sum within 0.2"):
         push(mail, np.ones(64, np.float32))
     assert 0.2 <= time.monotonic() - began < 5
+
+
+def test_emulated_line_that_is_half_there(device):
+    """Each half of a line has the turn's number beside it, and both are waited for."""
+    emulated = ops.CudaOps(launcher=ops.EmulatorLauncher())
+    memories = [emulated.share_mailbox(4)[0] for _ in range(4)]
+    addresses = [emulated.launcher.address(memory) for memory in memories]
+    mail = emulated.mailbox(1, addresses, 1, 0.2)
+    given, _ = op_cases.one_shot(mail, np.ones((4, 6), np.float32), 1)
+    given[-1][1][-1] = 0  # the last half of the last line of rank 3
+    for at, values in given:
+        emulated.launcher.write(addresses[1] + at, values)
+    with pytest.raises(DeviceFault, match="rank 3 did not come to a sum within 0.2 s"):
+        emulated.push_sum(mail, np.ones(6, np.float32))
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_emulated_bench_of_sums(device, monkeypatch, wrong):
+    monkeypatch.setattr(ranks, "WRONG", wrong)
+    comm = parallel.start(2, [sys.executable, SCRIPT, "reduce"])
+    lines = ranks.reduce(comm)
+    comm.close()
+    assert [line["T"] for line in lines] == [1, 3]
+    for line in lines:
+        assert min(line["chosen"], line["two shots"], line["near"]) > 0
+        assert line["identical"] == ("NO" if wrong else "yes")
 
 
 def test_sums_that_peer_memory_does_not_take(device):
@@ -75,7 +115,7 @@ class Peers:
     def __init__(self, host: parallel.Comm, fault: str):
         self.host, self.fault = host, fault if host.rank == 1 else ""
         self.launcher = SimpleNamespace(
-            limits=SimpleNamespace(processors=1),
+            at_once=1,
             address=lambda array: array.ctypes.data,
             map=self.map,
             write=self.write,
