@@ -154,6 +154,8 @@ class Model:
 
     def embed(self, token_ids):
         """int32 [T] -> [T, hidden]."""
+        if self.tp.only_rank is not None:  # no other rank has the other ids: none may be a zero row
+            token_ids = self.first_id + token_ids % len(self.embedding)
         return self.ops_for("embed_tokens").embed(token_ids, self.embedding, self.first_id)
 
     def logits(self, x):

@@ -232,6 +232,9 @@ def test_one_rank_alone_decodes(made):
         results.append(result)
     assert results[0].logits.shape == (6, 515) and np.isfinite(results[0].logits).all()
     assert results[0].token_ids == results[1].token_ids
+    ids = np.array([1, 2, 300, 400, 514])  # of both ranks' share of the vocabulary
+    rows = np.asarray(engine.model.embed(ids))
+    assert len(np.unique(rows, axis=0)) == len(ids) and np.all(np.any(rows != 0, axis=1))
 
 
 @pytest.mark.parametrize("tp", [{}, {"size": 8, "only_rank": 0}], ids=["whole", "one rank"])
