@@ -118,53 +118,79 @@ DEVICE u64 block_before(u64 value, u64* shared) {
 
 // What key_at counts in.
 struct Descent {
-  u64 bins[256], warps[WARPS], left;
+  u64 bins[256], keys[256], warps[WARPS], left, found;
+  u32 counts[256];       // keys of a bin
   u32 set[2], clear[2];  // bits that some key has, that some key has not; low words first
+  u32 many, n;
   int digit;
 };
 static_assert(THREADS == 256, "a thread a bin");
-DEVICE void count_in(u64* bin, u64 weight) { atomicAdd(bin, weight); }  // integers: no order
-DEVICE void count_in(u64* bin, u32 weight) { atomicAdd((u32*)bin, weight); }  // faster; below 2^32
 
 // The key at which the weights of the keys from the top down reach `want` (at least 1, at most their
-// total); keys of 0 are none. A descent by 8 bits from the first bit in which keys differ. With
-// weights of 1 it is the want-th largest key.
+// total); keys of 0 are none. A descent by 8 bits from the first bit in which keys differ, until so few
+// are left that each is compared with all. With weights of 1 it is the want-th largest key.
 template <class KeyOf, class WeightOf>
 DEVICE u64 key_at(int n, u64 want, const KeyOf& key, const WeightOf& weight, Descent& d) {
+  const int mine = 255 - threadIdx.x, lane = threadIdx.x & 31;
   u64 set = 0, clear = 0;
+  u32 left = 0;  // keys that may be it
   for (int i = threadIdx.x; i < n; i += THREADS)
-    if (const u64 k = key(i)) set |= k, clear |= ~k;
+    if (const u64 k = key(i)) set |= k, clear |= ~k, left++;
   if (threadIdx.x < 2) d.set[threadIdx.x] = d.clear[threadIdx.x] = 0;
-  __syncthreads();  // the words are zero before bits are added
+  if (threadIdx.x == 2) d.many = 0;
+  __syncthreads();  // the words are zero before anything is added
   for (int word = 0; word < 2; word++) {
     const u32 ones = __reduce_or_sync(ALL, (u32)(set >> (32 * word)));
     const u32 zeros = __reduce_or_sync(ALL, (u32)(clear >> (32 * word)));
-    if ((threadIdx.x & 31) == 0) atomicOr(&d.set[word], ones), atomicOr(&d.clear[word], zeros);
+    if (lane == 0) atomicOr(&d.set[word], ones), atomicOr(&d.clear[word], zeros);
   }
-  __syncthreads();  // all bits are there before they are read
-  set = (u64)d.set[1] << 32 | d.set[0];
+  left = __reduce_add_sync(ALL, left);
+  if (lane == 0) atomicAdd(&d.many, left);
+  __syncthreads();  // all is there before it is read
+  set = (u64)d.set[1] << 32 | d.set[0], left = d.many;
   const u64 differ = set & ((u64)d.clear[1] << 32 | d.clear[0]);
   int high = 64 - __clzll(differ);  // bits that are not decided yet
   u64 prefix = high < 64 ? set >> high << high : 0;
-  const int mine = 255 - threadIdx.x;
-  while (high > 0) {
+  auto may_be = [&](u64 k) { return k && (high == 64 || k >> high == prefix >> high); };
+  while (left > THREADS && high > 0) {
     const int low = max(high - 8, 0);
-    d.bins[mine] = 0;
+    d.bins[mine] = 0, d.counts[mine] = 0;
     __syncthreads();  // bins are empty before anything is counted
     for (int i = threadIdx.x; i < n; i += THREADS) {
       const u64 k = key(i);
-      if (k && (high == 64 || k >> high == prefix >> high))
-        count_in(&d.bins[(k >> low) & ((1 << (high - low)) - 1)], weight(i));
+      if (!may_be(k)) continue;
+      const int digit = (k >> low) & ((1 << (high - low)) - 1);
+      atomicAdd(&d.counts[digit], 1u);  // integers: no order
+      if (sizeof(weight(i)) > 4) atomicAdd(&d.bins[digit], (u64)weight(i));
     }
     __syncthreads();  // all is counted before it is read
-    const u64 here = d.bins[mine], above = block_before(here, d.warps);
-    if (above < want && want <= above + here) d.digit = mine, d.left = want - above;
+    const u64 here = sizeof(weight(0)) > 4 ? d.bins[mine] : d.counts[mine];
+    const u64 above = block_before(here, d.warps);
+    if (above < want && want <= above + here) d.digit = mine, d.left = want - above, d.many = d.counts[mine];
     __syncthreads();  // the digit is there before it is read
-    want = d.left;
+    want = d.left, left = d.many;
     prefix |= (u64)d.digit << low;
     high = low;
   }
-  return prefix;
+  if (high == 0) return prefix;
+  if (threadIdx.x == 0) d.n = 0;
+  __syncthreads();  // the counter is zero before it is raised, and the bins have been read
+  for (int i = threadIdx.x; i < n; i += THREADS) {
+    const u64 k = key(i);
+    if (!may_be(k)) continue;
+    const u32 to = atomicAdd(&d.n, 1u);
+    d.keys[to] = k, d.bins[to] = weight(i);
+  }
+  __syncthreads();  // all are there before they are compared
+  if (threadIdx.x < left) {
+    const u64 own = d.keys[threadIdx.x];
+    u64 above = 0;
+    for (int i = 0; i < left; i++)
+      above += d.keys[i] > own || (d.keys[i] == own && i < threadIdx.x) ? d.bins[i] : 0;
+    if (above < want && want <= above + d.bins[threadIdx.x]) d.found = own;
+  }
+  __syncthreads();  // it is there before it is read
+  return d.found;
 }
 
 // How a row's token is asked for. The host packs it (ops.REQUEST). Rows name theirs by number: in
@@ -200,16 +226,18 @@ struct __align__(16) Four { u32 of[4]; };
 DEVICE void from_bits(u32 bits, float* to) { *to = __uint_as_float(bits); }
 DEVICE void from_bits(u32 bits, int* to) { *to = (int)bits; }
 template <class T>
+DEVICE Four load_four(const T* row, int v, int V) {
+  Four four;
+  if (V % 4 == 0 && (u64)row % 16 == 0 && v < V) return *(const Four*)(row + v);
+#pragma unroll
+  for (int c = 0; c < 4; c++) four.of[c] = v + c < V ? ((const u32*)row)[v + c] : 0xff800000u;
+  return four;
+}
+template <class T>
 DEVICE void load_part(const T* row, int V, T (&to)[EACH]) {
-  const bool whole = V % 4 == 0 && (u64)row % 16 == 0;
 #pragma unroll
   for (int j = 0; j < EACH; j += 4) {
-    const int v = column_of(j);
-    Four four;
-    if (whole && v < V) four = *(const Four*)(row + v);
-    else
-#pragma unroll
-      for (int c = 0; c < 4; c++) four.of[c] = v + c < V ? ((const u32*)row)[v + c] : 0xff800000u;
+    const Four four = load_four(row, column_of(j), V);
 #pragma unroll
     for (int c = 0; c < 4; c++) from_bits(four.of[c], &to[j + c]);
   }
@@ -345,36 +373,6 @@ DEVICE float gumbel_about(u64 seed, u32 id, u32 position) {
   const float rest = __fmul_rn(__fadd_rn((float)~x, 0.5f), 0x1p-32f);  // 1 - v
   const float series = __fmul_rn(v, __fmaf_rn(v, __fmaf_rn(v, 1.0f / 3, 0.5f), 1.0f));
   return -__logf(v < 0x1p-6f ? series : -__logf(rest));
-}
-
-// Key of the best score (value / temperature + noise) among this thread's `kept` columns (a bit
-// each) of all threads; 0: none. Exact noise is made only where the guess comes near the best guess.
-// Loops stay loops: unrolled they would be more code than a multiprocessor holds.
-DEVICE u64 best_score(const float (&scaled)[EACH], u32 kept, const Request& request, int position,
-                      u64* shared) {
-  float guess[EACH], most = minus_infinity();
-#pragma unroll 1
-  for (int j = 0; j < EACH; j += 4) {
-    if (!(kept >> j & 15)) continue;
-#pragma unroll
-    for (int c = j; c < j + 4; c++) {
-      guess[c] = __fadd_rn(scaled[c], gumbel_about(request.seed, column_of(c), position));
-      if (kept >> c & 1) most = fmaxf(most, guess[c]);
-    }
-  }
-  const u64 found = block_max(kept ? key_of(most, 0) : 0, shared);
-  if (!found) return 0;
-  most = value_of(found);
-  // Both guesses may be off by 1e-4, both sums by half a unit in the last place.
-  const float least = finite(most) ? most - (1e-3f + fabsf(most) * 0x1p-20f) : most;
-  u64 best = 0;
-#pragma unroll 1
-  for (int j = 0; j < EACH; j++) {
-    if (!(kept >> j & 1) || !(guess[j] >= least)) continue;
-    const float score = __fadd_rn(scaled[j], gumbel(request.seed, column_of(j), position));
-    best = max(best, key_of(score, column_of(j)));
-  }
-  return block_max(best, shared);
 }
 
 // The largest logit of every part. What a filtered row is counted in is emptied. grid (parts, T).
@@ -593,32 +591,65 @@ KERNEL score_kept(const float* adjusted,  // [T, V]
                   int V, int ahead) {
   __shared__ Cut cut;
   __shared__ u64 shared[WARPS];
+  __shared__ float guesses[PART];  // of the kept ones, in any order; before, logit / temperature
+  __shared__ u16 places[PART];     // their columns in the part
+  __shared__ int n_kept;
+  static_assert(PART <= 1 << 16, "a place has 16 bits");
   grid_dependency_wait();
   grid_dependency_launch();
-  const int t = blockIdx.y;
+  const int t = blockIdx.y, lane = threadIdx.x & 31, start = blockIdx.x * PART;
+  adjusted += (i64)t * V;
   if (owners[t] < 0 || tokens[t] == NO_TOKEN) return;
   const Request request = requests[owners[t]];
   if (request.temperature == 0.0f) return;
   const bool filtered = is_filtered(request, V);
   float values[EACH];
-  load_part(adjusted + (i64)t * V, V, values);
+  load_part(adjusted, V, values);
+  if (threadIdx.x == 0) n_kept = 0;
   if (filtered) find_cut(masses + (i64)t * BINS, counts + t * BINS, request, V, cut, shared);
+  __syncthreads();  // the counter is zero before it is raised
   const float peak = __fdiv_rn(peaks[t], request.temperature);
-  u32 kept = 0;
-#pragma unroll 1  // see best_score
+#pragma unroll
   for (int j = 0; j < EACH; j++) {
-    const u64 key = key_of(values[j], column_of(j));
-    values[j] = __fdiv_rn(values[j], request.temperature);
-    if (column_of(j) >= V) continue;
-    const int bin = bin_of(values[j], peak);
-    if (!filtered || bin < cut.low)
-      kept |= (u32)(!request.min_mass || mass(values[j], peak) >= request.min_mass) << j;
-    else if (cut.looks_at(bin)) {
-      const int at = atomicAdd(listed + t, 1);
-      if (at < list_size(V)) list[(i64)t * list_size(V) + at] = key;
+    const float value = __fdiv_rn(values[j], request.temperature);
+    const int bin = bin_of(value, peak), id = column_of(j);
+    const bool inside = id < V;
+    const bool kept = inside && (!filtered || bin < cut.low);
+    const u32 all = __ballot_sync(ALL, kept);
+    int at = 0;
+    if (all && lane == 0) at = atomicAdd(&n_kept, __popc(all));
+    if (all) at = __shfl_sync(ALL, at, 0) + __popc(all & ((1u << lane) - 1));
+    if (kept) guesses[at] = value, places[at] = id - start;
+    if (filtered && inside && !kept && cut.looks_at(bin)) {
+      const int to = atomicAdd(listed + t, 1);
+      if (to < list_size(V)) list[(i64)t * list_size(V) + to] = key_of(values[j], id);
     }
   }
-  const u64 best = best_score(values, kept, request, positions[t] + ahead, shared);
+  __syncthreads();  // all are there before they are read
+  // Exact noise is made only where a guess comes near the best guess. Loops stay loops: unrolled they
+  // would be more code than a multiprocessor holds.
+  const int n = n_kept, position = positions[t] + ahead;
+  const float dropped = __uint_as_float(0x7fc00000u);  // NaN: neither the most nor near it
+  float most = minus_infinity();
+#pragma unroll 2
+  for (int i = threadIdx.x; i < n; i += THREADS) {
+    const bool heavy = !request.min_mass || mass(guesses[i], peak) >= request.min_mass;
+    const float noise = gumbel_about(request.seed, start + places[i], position);
+    guesses[i] = heavy ? __fadd_rn(guesses[i], noise) : dropped;
+    most = fmaxf(most, guesses[i]);
+  }
+  most = value_of(block_max(key_of(most, 0), shared));
+  // Both guesses may be off by 1e-4, both sums by half a unit in the last place.
+  const float least = finite(most) ? most - (1e-3f + fabsf(most) * 0x1p-20f) : most;
+  u64 best = 0;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < n; i += THREADS)
+    if (guesses[i] >= least) {
+      const int id = start + places[i];
+      const float scaled = __fdiv_rn(adjusted[id], request.temperature);
+      best = max(best, key_of(__fadd_rn(scaled, gumbel(request.seed, id, position)), id));
+    }
+  best = block_max(best, shared);
   if (threadIdx.x == 0) scores[t * gridDim.x + blockIdx.x] = best;
 }
 
@@ -733,7 +764,7 @@ KERNEL add_noise(const float* logits,  // [T, V]
 }
 
 // What is not finite counts as -inf.
-DEVICE float clean(float logit) { return finite(logit) ? logit : minus_infinity(); }
+DEVICE float clean(float logit) { return logit < -minus_infinity() ? logit : minus_infinity(); }
 
 // Ranks n distinct keys by counting and writes the k largest.
 DEVICE void write_top(const u64* found, int n, int k, const float* row, double log_total, int* ids,
@@ -787,6 +818,16 @@ KERNEL log_softmax_top(const float* logits,  // [T, V]
 // what a warp loads at once. grid (parts, T).
 constexpr int RUN = 128, RUNS = PART / RUN;  // runs of a part: of each EACH, a warp's after the other
 
+#ifdef KDTREE_EMULATOR
+DEVICE float exp_of(float x) { return exp2_approx(__fmul_rn(x, 1.44269504f)); }
+#else
+DEVICE float exp_of(float x) {  // __expf, but that a result below 2^-126 is 0: half the instructions
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(__fmul_rn(x, 1.44269504f)));
+  return y;
+}
+#endif
+
 // A row of drafts: with noise if it is sampled.
 DEVICE const float* draft_row(const float* logits, const float* noisy, const Request* requests,
                               const int* owners, int V, int sampled, int t) {
@@ -802,14 +843,13 @@ KERNEL top_of_parts(const float* logits,      // [T, V]
                     float* peaks,  // [T, parts] largest of each part
                     float* sums,   // [T, parts]
                     int V, int sampled) {
-  __shared__ u64 shared[WARPS];
   __shared__ float floats[WARPS];
   grid_dependency_wait();
   grid_dependency_launch();
   const int t = blockIdx.y, at = t * gridDim.x + blockIdx.x;
   float values[EACH];
   load_part(draft_row(logits, noisy, requests, owners, V, sampled, t), V, values);
-  u32 largest = 0;
+  float peak = minus_infinity();
 #pragma unroll
   for (int j = 0; j < EACH; j += 4) {
     float highest = minus_infinity();
@@ -820,13 +860,16 @@ KERNEL top_of_parts(const float* logits,      // [T, V]
     }
     const u32 most = __reduce_max_sync(ALL, (u32)(key_of(highest, 0) >> 32));
     if ((threadIdx.x & 31) == 0) runs[(i64)at * RUNS + j / 4 * WARPS + threadIdx.x / 32] = most;
-    largest = max(largest, most);
+    peak = fmaxf(peak, value_of((u64)most << 32));
   }
-  const float peak = value_of(block_max((u64)largest << 32, shared));
+  if ((threadIdx.x & 31) == 0) floats[threadIdx.x / 32] = peak;
+  __syncthreads();  // every warp's largest is there before any is read
+  for (int w = 0; w < WARPS; w++) peak = fmaxf(peak, floats[w]);
+  __syncthreads();  // all have read before sums are written there
   float sum = 0.0f;
   if (peak != minus_infinity()) {
 #pragma unroll
-    for (int j = 0; j < EACH; j++) sum = __fadd_rn(sum, __expf(__fsub_rn(values[j], peak)));
+    for (int j = 0; j < EACH; j++) sum = __fadd_rn(sum, exp_of(__fsub_rn(values[j], peak)));
   }
   sum = block_sum(sum, floats);
   if (threadIdx.x == 0) peaks[at] = peak, sums[at] = sum;
@@ -864,7 +907,7 @@ KERNEL top_of_runs(const float* logits,  // [T, V]
   if (peak != minus_infinity())
     for (int first = 0; first < parts; first += THREADS) {
       const int p = first + threadIdx.x;
-      if (p < parts) added[threadIdx.x] = __fmul_rn(sums[p], __expf(__fsub_rn(peaks[p], peak)));
+      if (p < parts) added[threadIdx.x] = __fmul_rn(sums[p], exp_of(__fsub_rn(peaks[p], peak)));
       __syncthreads();  // terms are there before they are added
       for (int i = 0; i < min(parts - first, THREADS); i++) total = __fadd_rn(total, added[i]);
       __syncthreads();  // all have read before the next ones are written
@@ -884,15 +927,26 @@ KERNEL top_of_runs(const float* logits,  // [T, V]
     }
   __syncthreads();  // all runs are there before they are looked through
   auto key = [&](int v) { return key_of(clean(row[v]), v); };
-  for (int i = threadIdx.x / 32; i < min(n_near, FOUND); i += WARPS) {
-    const int run = near[i] % RUNS;
-    const int v = near[i] / RUNS * PART + run / WARPS * (THREADS * 4) + run % WARPS * RUN + 4 * lane;
+  constexpr int AT_ONCE = 4;  // runs that a warp reads together
+  for (int first = threadIdx.x / 32; first < min(n_near, FOUND); first += AT_ONCE * WARPS) {
+    Four fours[AT_ONCE];
+    int columns[AT_ONCE];
 #pragma unroll
-    for (int c = 0; c < 4; c++) {
-      if (v + c >= V || key(v + c) >> 32 < least) continue;
-      const int to = atomicAdd(&n_found, 1);  // order is made below
-      if (to < FOUND) found[to] = key(v + c);
+    for (int u = 0; u < AT_ONCE; u++) {
+      const int i = first + u * WARPS, run = i < min(n_near, FOUND) ? near[i] : -1;
+      columns[u] = run < 0 ? V : run / RUNS * PART + run % RUNS / WARPS * (THREADS * 4) +
+                                     run % RUNS % WARPS * RUN + 4 * lane;
+      fours[u] = load_four(row, columns[u], V);
     }
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; u++)
+#pragma unroll
+      for (int c = 0; c < 4; c++) {
+        const u64 k = key_of(clean(__uint_as_float(fours[u].of[c])), columns[u] + c);
+        if (columns[u] + c >= V || k >> 32 < least) continue;
+        const int to = atomicAdd(&n_found, 1);  // order is made below
+        if (to < FOUND) found[to] = k;
+      }
   }
   __syncthreads();  // all are there before they are counted
   int n = n_found;
@@ -935,10 +989,10 @@ KERNEL draft_rows(const int* roots,    // [B]
   if (threadIdx.x == 0) contexts[b] = length;
 }
 
-// Draft trees of B sequences, best first under a budget (spec_decode.build_tree): a warp a sequence,
-// grid ceil(B / WARPS). Every node has at most one pending child, its best candidate not yet taken, so
-// a step is one maximum over the nodes: higher score, then smaller depth, then the parent's order.
-// budget at most 65536, shared WARPS * budget * 16 bytes.
+// Draft trees of B sequences, best first under a budget (spec_decode.build_tree): a block a sequence,
+// of which all threads read and one warp builds. Every node has at most one pending child, its best
+// candidate not yet taken, so a step is one maximum over the nodes: higher score, then smaller depth,
+// then the parent's order. budget at most 65536, shared 16 * budget + 8 * D * W bytes.
 KERNEL build_trees(const int* roots,        // [B]
                    const int* limits,       // [B] largest depth, at most D; -1: no tree
                    const int* candidates,   // [B, D, W] most probable first
@@ -948,16 +1002,22 @@ KERNEL build_trees(const int* roots,        // [B]
                    int* depths,             // [B, budget]
                    float* scores,           // [B, budget]
                    int* sizes,              // [B] nodes, root included; 0: no tree
-                   int B, int D, int W, int budget) {
+                   int D, int W, int budget) {
   extern __shared__ __align__(16) unsigned char memory[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, b = blockIdx.x * WARPS + warp;
-  if (b >= B) return;
-  float* score = (float*)memory + warp * budget;  // of the path, 0 at the root
-  int* depth = (int*)memory + (WARPS + warp) * budget;
-  int* next = (int*)memory + (2 * WARPS + warp) * budget;  // rank of the pending child
-  u32* pending = (u32*)memory + (3 * WARPS + warp) * budget;  // its score, larger for a higher; 0: none
-  const int limit = min(limits[b], D);
-  candidates += (i64)b * D * W, log_probs += (i64)b * D * W;
+  const int lane = threadIdx.x, b = blockIdx.x, limit = min(limits[b], D);
+  float* score = (float*)memory;              // [budget] of the path, 0 at the root
+  int* depth = (int*)memory + budget;         // [budget]
+  int* next = (int*)memory + 2 * budget;      // [budget] rank of the pending child
+  u32* pending = (u32*)memory + 3 * budget;   // [budget] its score, larger for a higher; 0: none
+  int* near_ids = (int*)memory + 4 * budget;  // [D, W] candidates
+  float* near_log_probs = (float*)near_ids + D * W;
+  for (int i = threadIdx.x; i < D * W; i += THREADS) {
+    near_ids[i] = candidates[(i64)b * D * W + i];
+    near_log_probs[i] = log_probs[(i64)b * D * W + i];
+  }
+  __syncthreads();  // all is there before one warp goes on
+  if (threadIdx.x >= 32) return;
+  candidates = near_ids, log_probs = near_log_probs;
   token_ids += (i64)b * budget, parents += (i64)b * budget;
   depths += (i64)b * budget, scores += (i64)b * budget;
 

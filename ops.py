@@ -155,7 +155,7 @@ SHARED_BYTES: dict[str, Callable[..., int]] = {
     "sort_pairs": lambda: 8 * THREADS,
     "log_softmax_top": lambda k: 8 * k,
     "penalise_paths": lambda depth: 4 * max(depth, 1),
-    "build_trees": lambda budget: 16 * WARPS * budget,
+    "build_trees": lambda budget, depth, width: 16 * budget + 8 * depth * width,
 }
 
 
@@ -185,14 +185,15 @@ def shared_needs(
     """Dynamic shared bytes of every kernel that needs some, for this model, leaf and tree; of
     ADAPTIVE ones the least. Without tensor parallelism, which makes sums shorter only."""
     width = model.kv_lora_rank + model.qk_rope_head_dim
+    depth = 1 if drafter is None else drafter.block_size - 1
     sizes = {
         "latent_query": (model.qk_nope_head_dim,),
         "latent_spans": (width, leaf),
         "route": (model.n_routed_experts, model.num_experts_per_tok),
         "sort_pairs": (),
         "log_softmax_top": (max(budget, sampling.MAX_LOGPROBS),),
-        "penalise_paths": (budget if drafter is None else drafter.block_size - 1,),
-        "build_trees": (budget,),
+        "penalise_paths": (depth,),
+        "build_trees": (budget, depth, budget),
     }
     if drafter is not None:
         sizes["block_spans"] = (drafter.head_dim, leaf)
@@ -2513,9 +2514,9 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         ids, parents, depths = (self.empty((b, budget), INT32) for _ in range(3))
         scores, sizes = self.empty((b, budget)), self.empty((b,), INT32)
         self._launch(
-            "tree", "build_trees", (_ceil(b, WARPS),), roots, limits, candidates, log_probs, ids,
-            parents, depths, scores, sizes, b, depth, width, budget,
-            shared_bytes=SHARED_BYTES["build_trees"](budget),
+            "tree", "build_trees", (b,), roots, limits, candidates, log_probs, ids, parents, depths,
+            scores, sizes, depth, width, budget,
+            shared_bytes=SHARED_BYTES["build_trees"](budget, depth, width),
         )  # fmt: skip
         return Trees(ids, parents, depths, scores, sizes)
 

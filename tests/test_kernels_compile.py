@@ -49,7 +49,7 @@ DYNAMIC = {  # shared bytes that ops.py asks for, by kernel or kernel and define
     "route": ops.SHARED_BYTES["route"](experts=384, top_k=8),
     "sort_pairs": ops.SHARED_BYTES["sort_pairs"](),
     "log_softmax_top": ops.SHARED_BYTES["log_softmax_top"](k=64),
-    "build_trees": ops.SHARED_BYTES["build_trees"](budget=64),
+    "build_trees": ops.SHARED_BYTES["build_trees"](budget=64, depth=7, width=64),
 }
 PTXAS = re.compile(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
