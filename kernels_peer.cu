@@ -8,14 +8,13 @@
 // each other rank sends in turn t, and that rank began turn t after it had ended turn t - 1, so nobody
 // still reads the half of turn t - 1 when turn t + 1 writes it.
 //
-// Blocks wait for blocks of other ranks, so a grid is no larger than what surely runs at once: AT_ONCE
-// blocks on each processor. A wait that is longer than `patience` (nanoseconds) writes the ranks that
+// Blocks wait for blocks of other ranks, so a grid is no larger than what surely runs at once: one
+// block on each processor. A wait that is longer than `patience` (nanoseconds) writes the ranks that
 // have not come into `late` (bit r: rank r), where the host can read it, and ends the kernel with a
 // fault: no sum is ever made of what is not there.
 
 // ==== peer_sum ====
 
-#define PEER_KERNEL extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 static_assert(RANKS == 2 || RANKS == 4 || RANKS == 8, "a pairwise tree over ranks");
 
 // Accesses at system scope. A line is two halves of 8 bytes, each of which is stored at once: a float
@@ -92,12 +91,12 @@ constexpr int BATCH = 8 / RANKS;
 // Sum in one shot: all ranks send everything to all and add everything. Data and number arrive
 // together, so nothing is fenced: for few bytes.
 // Grid (any, if all blocks run at once), THREADS; may be launched as a dependent kernel.
-PEER_KERNEL push_sum(const float* x,        // [n], 16-byte aligned: this rank's partial
-                     float* out,            // [n], 16-byte aligned; not x
-                     const u64* mailboxes,  // [RANKS] addresses of u64 [2, RANKS, lines, 2]: half, sender
-                     u32* state,            // [2]
-                     u64* late,             // [1], host memory
-                     u64 patience, int n, int lines, int rank) {
+KERNEL push_sum(const float* x,        // [n], 16-byte aligned: this rank's partial
+                float* out,            // [n], 16-byte aligned; not x
+                const u64* mailboxes,  // [RANKS] addresses of u64 [2, RANKS, lines, 2]: half, sender
+                u32* state,            // [2]
+                u64* late,             // [1], host memory
+                u64 patience, int n, int lines, int rank) {
   u64 to[RANKS];
 #pragma unroll
   for (int r = 0; r < RANKS; r++) to[r] = mailboxes[r];  // never changes: read before the wait
@@ -200,7 +199,7 @@ DEVICE void copy_quads(const float4* from, float4* to, int begin, int end) {
 // crosses a link twice and not RANKS - 1 times: for many bytes.
 // Grid (any, equal on all ranks, if all blocks run at once), THREADS; may be launched as a dependent
 // kernel.
-PEER_KERNEL push_sum_slices(
+KERNEL push_sum_slices(
     const float* x,        // [RANKS, slice], 16-byte aligned: this rank's partial; slice % 4 == 0
     float* out,            // [RANKS, slice], 16-byte aligned; not x
     const u64* mailboxes,  // [RANKS] addresses of u32 [2, 2, RANKS, gridDim.x]: half, shot, sender;

@@ -47,11 +47,11 @@ ROWS = 8  # rows of x that a warp takes together
 WARPS = THREADS // 32
 HEADS = 4  # heads of one row that an attention block takes together
 SHARED_DEFAULT = 48 * 1024  # dynamic shared bytes that a kernel has without asking
-# Values of a sum across ranks: what a rank sends to all others together in one shot, up to where
-# that is faster and at most; a sum in two shots.
-ONE_SHOT, MOST_IN_ONE_SHOT, MOST_IN_TWO_SHOTS = 3 << 16, 1 << 19, 1 << 20
-AT_ONCE = 2  # blocks of these that one processor surely runs together
-MAX_PEER_BLOCKS = 512  # grid of these: flags are laid out for so many
+# Values of a sum across ranks: up to where one shot is faster, by the number of ranks (measured for
+# two on H200, reckoned from that for more); at most in one shot, for all others together; in two.
+ONE_SHOT = {2: 40 * 7168, 4: 8 * 7168, 8: 3 * 7168}
+MOST_IN_ONE_SHOT, MOST_IN_TWO_SHOTS = 1 << 19, 1 << 20
+MAX_PEER_BLOCKS = 256  # grid of these: flags are laid out for so many
 MAX_SPAN_BLOCKS = 64  # grid of the span loop; a block takes every so-many-th span
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT32 = np.dtype(np.float32)
@@ -406,11 +406,6 @@ class CudaLauncher:
     def address(self, array) -> int:
         return array.data.ptr
 
-    @property
-    def at_once(self) -> int:
-        """Blocks of sums across ranks that surely run together."""
-        return AT_ONCE * self.limits.processors
-
     def share(self, size: int):
         """Zeroed memory that other processes of this host can write: (uint8 array, its handle)."""
         memory = self.xp.cuda.Memory(size)  # an allocation of its own: a handle stands for a whole
@@ -425,9 +420,10 @@ class CudaLauncher:
         return runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)
 
     def write(self, address: int, data: np.ndarray) -> None:
-        """Host data to any address of the device's, mapped ones too."""
+        """Host data to any address of the device's, mapped ones too; it is there on return."""
         runtime = self.xp.cuda.runtime
         runtime.memcpy(address, data.ctypes.data, data.nbytes, runtime.memcpyDefault)
+        runtime.deviceSynchronize()  # the copy itself returns with the data still under way
 
     def word(self):
         """A zeroed uint64 [1] that kernels write and the host reads at any time: both's arrays."""
@@ -526,11 +522,6 @@ class EmulatorLauncher:
 
     def address(self, array: np.ndarray) -> int:
         return array.ctypes.data
-
-    @property
-    def at_once(self) -> int:
-        """See CudaLauncher.at_once."""
-        return self.limits.processors
 
     def share(self, size: int):
         """See CudaLauncher.share."""
@@ -713,12 +704,7 @@ class Mailbox:
     @property
     def short(self) -> int:
         """Up to so many values one shot is faster."""
-        return _share_of(ONE_SHOT, self.size)
-
-
-def peer_defines(ranks: int) -> Defines:
-    """-D of the section of sums across ranks."""
-    return (("RANKS", ranks), ("AT_ONCE", AT_ONCE))
+        return ONE_SHOT[self.size]
 
 
 def _share_of(values: int, size: int) -> int:
@@ -1599,7 +1585,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         self._launch(
             "peer_sum", "push_sum", grid, x, out, mail.lines, mail.turns[0], mail.late,
             np.uint64(mail.patience), x.size, most // 2, mail.rank,
-            defines=peer_defines(mail.size), dependent=True,
+            defines=(("RANKS", mail.size),), dependent=True,
         )  # fmt: skip
         return out
 
@@ -1612,11 +1598,12 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
                 f"values, got {x.size}"
             )
         out = self.empty(x.shape)
-        grid = (min(mail.blocks, _ceil(x.size, 4 * size * THREADS)),)
+        # Every block fences: half as many blocks are faster for many values.
+        grid = (min(-(-mail.blocks // 2), _ceil(x.size, 4 * size * THREADS)),)
         self._launch(
             "peer_sum", "push_sum_slices", grid, x, out, mail.slices, mail.turns[1], mail.late,
             np.uint64(mail.patience), x.size // size, MOST_IN_TWO_SHOTS // size,
-            _flag_bytes(size), mail.rank, defines=peer_defines(size), dependent=True,
+            _flag_bytes(size), mail.rank, defines=(("RANKS", size),), dependent=True,
         )  # fmt: skip
         return out
 

@@ -797,13 +797,13 @@ def _peers(host: Comm, base: Comm, ops) -> PeerComm:
     if host.size not in (2, 4, 8):
         raise _NoPeers(f"{host.size} ranks, expected 2, 4 or 8")
     own, handle = _agree(host, lambda: ops.share_mailbox(host.size))
-    offers = _exchange(host, (_this_host(), handle, ops.launcher.at_once))
-    hosts, handles, at_once = zip(*offers, strict=True)
+    offers = _exchange(host, (_this_host(), handle, ops.launcher.limits.processors))
+    hosts, handles, processors = zip(*offers, strict=True)
     if len(set(hosts)) > 1:
         raise _NoPeers("the ranks are not of one host")
     addresses = _agree(host, lambda: _map(handles, host.rank, own, ops.launcher))
     _agree(host, lambda: _probe(host, own, addresses, ops.launcher))
-    mail = ops.mailbox(host.rank, addresses, min(at_once), PATIENCE_S)
+    mail = ops.mailbox(host.rank, addresses, min(processors), PATIENCE_S)
     made = PeerComm(base, ops, mail, own)
     _agree(host, lambda: _prove(made, ops))
     return made

@@ -887,7 +887,7 @@ def sums_of_ranks(b: Backend, size: int, n: int, two_shots: bool) -> None:
     for rank in (0, size - 1):
         memories = [ops.share_mailbox(size)[0] for _ in range(size)]
         addresses = [ops.launcher.address(memory) for memory in memories]
-        mail = ops.mailbox(rank, addresses, ops.launcher.at_once, 5.0)
+        mail = ops.mailbox(rank, addresses, ops.launcher.limits.processors, 5.0)
         for turn in (1, LAST_TURN, 2):
             ops.refill(mail.turns, np.array([[turn, 0]] * 2, np.uint32))
             parts = np.random.default_rng([size, n, turn]).standard_normal((size, n), np.float32)
@@ -920,7 +920,7 @@ def _two_shots(mail, parts: np.ndarray, turn: int) -> tuple[list, list]:
     """The same of flags, parts of slices and sums of slices."""
     size, n = parts.shape
     lines, slices = kernels.mailbox_bytes(size)
-    grid = min(mail.blocks, -(-n // (4 * size * kernels.THREADS)))
+    grid = min(-(-mail.blocks // 2), -(-n // (4 * size * kernels.THREADS)))
     room = kernels.MOST_IN_TWO_SHOTS // size
     values_at = lines + slices - 4 * 4 * kernels.MOST_IN_TWO_SHOTS
     cut, sums = parts.reshape(size, size, -1), reference.tree_sum(parts).reshape(size, -1)

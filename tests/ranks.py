@@ -4,7 +4,7 @@ ranks.py lead FAULT ARGUMENTS…      rank 0: the command line, which starts the
 ranks.py follow FAULT RANK SIZE     one of the others
 ranks.py launched FAULT ARGUMENTS…  any rank, started by a launcher: the command line
 ranks.py collectives [cuda]         any rank, started by a launcher: every collective against NumPy
-ranks.py peers DEVICE RANK SIZE     a rank other than 0 of test_peers.py: sums in peer memory
+ranks.py peers RANK SIZE            a rank other than 0 of test_peers.py: sums in peer memory
 ranks.py reduce RANK SIZE           the same: a small bench.py reduce
 """
 
@@ -146,34 +146,14 @@ class Together(ops.EmulatorLauncher):
         function(grid, block, args, shared_bytes, cooperative=True)
 
 
-class HostSums:
-    """Sums by the host, for ranks that share a GPU: NCCL wants one each."""
-
-    def __init__(self, host: parallel.Comm, launcher):
-        self.host, self.launcher = host, launcher
-        self.rank, self.size = host.rank, host.size
-        self.local_rank, self.local_size = host.local_rank, host.local_size
-        self.broadcast, self.barrier = host.broadcast, host.barrier
-
-    def tree_sum(self, x):
-        return self.launcher.upload(self.host.tree_sum(self.launcher.download(x)))
-
-
-def peer_sums(host: parallel.Comm, where: str) -> None:
-    """Sums of both kinds and many sizes through shared memory; ranks come late by turns, and the
-    numbers of the turns wrap on the way. On GPUs, each of which may have several ranks."""
-    if where == "cuda":
-        import cupy
-
-        launcher = ops.CudaLauncher(host.rank % cupy.cuda.runtime.getDeviceCount())
-    else:
-        launcher = Together(3)
-    device = ops.CudaOps(launcher=launcher, poison=True)
-    comm = parallel.with_peers(host, HostSums(host, launcher), device)
+def peer_sums(host: parallel.Comm) -> None:
+    """Sums of both kinds and many sizes through shared memory, on emulated devices; ranks come late
+    by turns, and the numbers of the turns wrap on the way."""
+    device = ops.CudaOps(launcher=Together(3), poison=True)
+    comm = parallel.on_device(host, device)
     assert isinstance(comm, parallel.PeerComm)
     sums, short = comm.sums, comm.mail.short
     device.refill(comm.mail.turns, np.array([[2**32 - 4, 0]] * 2, np.uint32))
-    launcher.synchronize()
     host.barrier()
     sizes = (1, 2, 7, 1000, 3001, short, short + 32, short + 96 * host.size)
     drawn, late = np.random.default_rng(1), np.random.default_rng(host.rank)
@@ -185,10 +165,10 @@ def peer_sums(host: parallel.Comm, where: str) -> None:
         ]
         if not late.integers(4):
             time.sleep(late.random() / 50)
-        got = device.download(comm.tree_sum(launcher.upload(parts[host.rank])))
+        got = comm.tree_sum(parts[host.rank])
         assert got.tobytes() == tree(parts).tobytes(), (turn, shape)
     assert comm.sums == sums + TURNS
-    ragged = launcher.upload(np.ones((1, short + 33), np.float32))  # cannot be cut: another way
+    ragged = np.ones((1, short + 33), np.float32)  # cannot be cut: another way
     assert (comm.tree_sum(ragged) == host.size).all() and comm.sums == sums + TURNS
     assert comm.tree_sum(ragged[:0]).shape == (0, short + 33)
     assert comm.broadcast(host.rank) == 0
@@ -286,8 +266,8 @@ if __name__ == "__main__":
     if role == "collectives":
         sys.exit(collectives(*rest))
     if role in ("peers", "reduce"):
-        comm = parallel.attach(*map(int, rest[-2:]))
-        peer_sums(comm, rest[0]) if role == "peers" else reduce(comm)
+        comm = parallel.attach(*map(int, rest))
+        peer_sums(comm) if role == "peers" else reduce(comm)
         assert comm.broadcast() == parallel.End(0)
         sys.exit(comm.close())
     fault, *rest = rest

@@ -34,7 +34,7 @@ VARIANTS = {
     "attention": [TARGET, DRAFTER],
     "attention_work": [(("LEAF", 64), ("SPAN", 4))],
     "attention_mma": [LATENT.defines],
-    "peer_sum": [ops.peer_defines(n) for n in (2, 4, 8)],
+    "peer_sum": [(("RANKS", n),) for n in (2, 4, 8)],
     **dict.fromkeys(
         ("linear", "gate_up", "expert_down"),
         [(("WEIGHT", w),) for w in ("DenseF32", "DenseBf16", "Int4F32", "Int4Bf16")],
