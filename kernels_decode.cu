@@ -609,18 +609,32 @@ KERNEL score_kept(const float* adjusted,  // [T, V]
   if (filtered) find_cut(masses + (i64)t * BINS, counts + t * BINS, request, V, cut, shared);
   __syncthreads();  // the counter is zero before it is raised
   const float peak = __fdiv_rn(peaks[t], request.temperature);
+  u32 heavy = 0xffffffffu;  // a bit a column: min-p leaves it
+  if (request.min_mass)
+#pragma unroll 1  // see below
+    for (int j = 0; j < EACH; j++) {
+      const int id = min(column_of(j), V - 1);
+      if (mass(__fdiv_rn(adjusted[id], request.temperature), peak) < request.min_mass) heavy ^= 1u << j;
+    }
+  if (!filtered && threadIdx.x == 0) n_kept = min(PART, V - start);
 #pragma unroll
   for (int j = 0; j < EACH; j++) {
     const float value = __fdiv_rn(values[j], request.temperature);
-    const int bin = bin_of(value, peak), id = column_of(j);
-    const bool inside = id < V;
-    const bool kept = inside && (!filtered || bin < cut.low);
+    const int id = column_of(j);
+    if (!filtered) {  // all are kept, each in its own place
+      guesses[id - start] = value, places[id - start] = id - start;
+      continue;
+    }
+    const int bin = bin_of(value, peak);
+    const bool inside = id < V, kept = inside && bin < cut.low && (heavy >> j & 1);
     const u32 all = __ballot_sync(ALL, kept);
-    int at = 0;
-    if (all && lane == 0) at = atomicAdd(&n_kept, __popc(all));
-    if (all) at = __shfl_sync(ALL, at, 0) + __popc(all & ((1u << lane) - 1));
-    if (kept) guesses[at] = value, places[at] = id - start;
-    if (filtered && inside && !kept && cut.looks_at(bin)) {
+    if (all) {
+      int at = 0;
+      if (lane == 0) at = atomicAdd(&n_kept, __popc(all));
+      at = __shfl_sync(ALL, at, 0) + __popc(all & ((1u << lane) - 1));
+      if (kept) guesses[at] = value, places[at] = id - start;
+    }
+    if (inside && cut.looks_at(bin)) {
       const int to = atomicAdd(listed + t, 1);
       if (to < list_size(V)) list[(i64)t * list_size(V) + to] = key_of(values[j], id);
     }
@@ -629,13 +643,10 @@ KERNEL score_kept(const float* adjusted,  // [T, V]
   // Exact noise is made only where a guess comes near the best guess. Loops stay loops: unrolled they
   // would be more code than a multiprocessor holds.
   const int n = n_kept, position = positions[t] + ahead;
-  const float dropped = __uint_as_float(0x7fc00000u);  // NaN: neither the most nor near it
   float most = minus_infinity();
-#pragma unroll 2
+#pragma unroll 4
   for (int i = threadIdx.x; i < n; i += THREADS) {
-    const bool heavy = !request.min_mass || mass(guesses[i], peak) >= request.min_mass;
-    const float noise = gumbel_about(request.seed, start + places[i], position);
-    guesses[i] = heavy ? __fadd_rn(guesses[i], noise) : dropped;
+    guesses[i] = __fadd_rn(guesses[i], gumbel_about(request.seed, start + places[i], position));
     most = fmaxf(most, guesses[i]);
   }
   most = value_of(block_max(key_of(most, 0), shared));
