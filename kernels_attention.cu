@@ -171,7 +171,7 @@ KERNEL attention_work(const int* positions,  // [T]
 static_assert(LEAF % 16 == 0 && LEAF <= 16 * WARPS && (LEAF & (LEAF - 1)) == 0, "whole key tiles");
 static_assert(KEY_WIDTH % 8 == 0, "keys are copied 16 bytes at a time");
 constexpr int KEY_TILES = LEAF / 16;
-constexpr int VALUE_TILES = (VALUE_WIDTH + 15) / 16;
+#define VALUE_TILES ((VALUE_WIDTH + 15) / 16)
 constexpr int WIDTH = (KEY_WIDTH + 15) / 16 * 16;  // of a key in shared memory, zeros behind
 constexpr int STRIDE = 2 * WIDTH + 16;             // bytes; an odd number of 16: no bank conflicts
 constexpr int VALUE_STRIDE = APART ? 32 * VALUE_TILES + 16 : STRIDE;
@@ -197,26 +197,41 @@ DEVICE float exp2_approx(float x) {
 }
 #endif
 
-// Eight lanes copy a row of `width` numbers in steps of 16 bytes, zeros from there on and for no row.
+// 2^(from - to) of whole numbers, from <= to, exact; zero below the normal range and for -inf.
+DEVICE float scale_of(float from, float to) {
+  const float exponent = fmaxf(__fsub_rn(from, to), -127.0f);  // also for the NaN of two infinities
+  return __uint_as_float(__float_as_uint(__fadd_rn(exponent, 8388608.0f + 127.0f)) << 23);
+}
+
+// A row in memory that cp.async may read, or zeros.
+struct Row {
+  const bf16* from;  // valid in any case
+  bool there;
+};
+
+// Eight lanes copy a row of FROM numbers, 16 bytes at a time, and zeros up to TO.
 template <int TO, int FROM>
-DEVICE void copy_row(unsigned char* to, const bf16* from, const bf16* anywhere) {
+DEVICE void copy_row(unsigned char* to, const Row& row) {
+  const int lane = threadIdx.x % 8, bytes = row.there ? 16 : 0;
+  to += 16 * lane;
+  const bf16* from = row.from + 8 * lane;
 #pragma unroll
   for (int i = 0; i < TO; i += 64) {
-    const int column = i + 8 * (threadIdx.x % 8);
-    if (TO % 64 && column >= TO) continue;
-    const bool there = from && (TO == FROM || column < FROM);
-    cp_async_16(to + 2 * column, there ? from + column : anywhere, there ? 16 : 0);
+    if (TO % 64 && i + 8 * lane >= TO) continue;
+    if (TO == FROM) cp_async_16(to + 2 * i, from + i, bytes);
+    else cp_async_16(to + 2 * i, i + 8 * lane < FROM ? from + i : row.from, i + 8 * lane < FROM ? bytes : 0);
   }
 }
 
-// A block's work on up to NT tiles of 8 columns.
-template <int NT>
+// A block's work on up to NT tiles of 8 columns; FIT: value tiles of a warp that it sums at once, as
+// registers allow.
+template <int NT, int FIT>
 struct Leaves {
   static constexpr int COLUMNS = 8 * NT;
   static constexpr int SHARING = WARPS / KEY_TILES;  // warps that share out the columns of 16 keys
   static constexpr int OWN = (NT + SHARING - 1) / SHARING;  // column tiles of a warp, for the scores
   static constexpr int DIMS = (VALUE_TILES + WARPS - 1) / WARPS;  // value tiles of a warp
-  static constexpr int FIT = NT == 1 ? 4 : NT == 4 ? 1 : 2;       // of them at once, as registers allow
+  static constexpr bool UNEVEN = VALUE_TILES % WARPS != 0;  // a warp's last tiles may be no tiles
   static constexpr int AT_ONCE = DIMS < FIT ? DIMS : FIT;
   // P lies in the part of a key that is no value, read before P is there; else it has a place.
   static constexpr bool P_IN_KEYS =
@@ -242,9 +257,10 @@ struct Leaves {
     lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   }
 
-  // query_of(column) is a row of q, or null for zeros.
+  // query_of(column) is a Row of q: columns that nobody asks for are worked on too, because a branch
+  // between two mma costs more.
   template <class QueryOf>
-  DEVICE_METHOD void begin(int column_tiles, const bf16* anywhere, const QueryOf& query_of) {
+  DEVICE_METHOD void begin(int column_tiles, const QueryOf& query_of) {
     tiles = column_tiles, top = minus_infinity(), total = 0.0f;
 #pragma unroll
     for (int m = 0; m < DIMS; m++)
@@ -252,21 +268,22 @@ struct Leaves {
       for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) folded[m][n][i] = 0.0f;
-    for (int c = threadIdx.x / 8; c < 8 * tiles; c += THREADS / 8)
-      copy_row<WIDTH, KEY_WIDTH>(queries + c * STRIDE, query_of(c), anywhere);
+#pragma unroll
+    for (int c = threadIdx.x / 8; c < COLUMNS; c += THREADS / 8)
+      copy_row<WIDTH, KEY_WIDTH>(queries + c * STRIDE, query_of(c));
+    cp_async_commit();
   }
 
-  // key_of(slot) is a key, or null for zeros; its value stands value_offset numbers further.
+  // key_of(slot) is a Row; its value stands value_offset numbers further.
   template <class KeyOf>
-  DEVICE_METHOD void load(unsigned char* stage, const bf16* anywhere, int value_offset,
-                          const KeyOf& key_of) {
+  DEVICE_METHOD void load(unsigned char* stage, int value_offset, const KeyOf& key_of) {
 #pragma unroll
     for (int r = threadIdx.x / 8; r < LEAF; r += THREADS / 8) {
-      const bf16* key = key_of(r);
-      copy_row<WIDTH, KEY_WIDTH>(stage + r * STRIDE, key, anywhere);
+      const Row key = key_of(r);
+      copy_row<WIDTH, KEY_WIDTH>(stage + r * STRIDE, key);
       if (APART)
         copy_row<16 * VALUE_TILES, VALUE_WIDTH>(stage + LEAF * STRIDE + r * VALUE_STRIDE,
-                                                key ? key + value_offset : nullptr, anywhere);
+                                                Row{key.from + value_offset, key.there});
     }
     cp_async_commit();
   }
@@ -283,7 +300,6 @@ struct Leaves {
       ldmatrix_x4(high, a + 64 * k + 32);
 #pragma unroll
       for (int n = 0; n < OWN; n++) {
-        if (first + n >= tiles) break;
         u32 q[4];
         ldmatrix_x4(q, b + n * 8 * STRIDE + 64 * k);
         mma_bf16(even[n], low, q[0], q[1]);
@@ -295,7 +311,6 @@ struct Leaves {
       ldmatrix_x4(low, a + WIDTH / 32 * 64);
 #pragma unroll
       for (int n = 0; n < OWN; n++) {
-        if (first + n >= tiles) break;
         u32 q[2];
         ldmatrix_x2(q, queries + ((first + n) * 8 + lane % 8) * STRIDE + lane / 8 % 2 * 16 +
                            WIDTH / 32 * 64);
@@ -312,7 +327,6 @@ struct Leaves {
   DEVICE_METHOD void put_maxima(const float (&s)[OWN][4], int first) {
 #pragma unroll
     for (int n = 0; n < OWN; n++) {
-      if (first + n >= tiles) break;
       float low = fmaxf(s[n][0], s[n][2]), high = fmaxf(s[n][1], s[n][3]);
 #pragma unroll
       for (int d = 4; d < 32; d <<= 1) {
@@ -336,7 +350,6 @@ struct Leaves {
   DEVICE_METHOD void put_p(const float (&s)[OWN][4], int first, unsigned char* to) {
 #pragma unroll
     for (int n = 0; n < OWN; n++) {
-      if (first + n >= tiles) break;
       const int column = (first + n) * 8 + 2 * t, key = warp % KEY_TILES * 16 + g;
       float sum[2];
 #pragma unroll
@@ -365,8 +378,7 @@ struct Leaves {
 #pragma unroll
     for (int m0 = 0; m0 < DIMS; m0 += AT_ONCE) {
       const int dim = warp * DIMS + m0;
-      const int dims = min(min(AT_ONCE, DIMS - m0), VALUE_TILES - dim);
-      if (dims <= 0) break;
+      if (UNEVEN && dim >= VALUE_TILES) break;
       float sum[AT_ONCE][NT][4] = {};
 #pragma unroll
       for (int k = 0; k < KEY_TILES; k += 2) {
@@ -375,11 +387,12 @@ struct Leaves {
         for (int i = 0; i < 2 && k + i < KEY_TILES; i++)
 #pragma unroll
           for (int m = 0; m < AT_ONCE; m++)
-            if (m < dims)
-              ldmatrix_x4_trans(v[i][m], a + (k + i) * 16 * VALUE_STRIDE + (dim + m) * 32);
+            if (m0 + m < DIMS) {
+              const int tile = UNEVEN ? min(dim + m, VALUE_TILES - 1) : dim + m;
+              ldmatrix_x4_trans(v[i][m], a + (k + i) * 16 * VALUE_STRIDE + tile * 32);
+            }
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-          if (n >= tiles) break;
           u32 q[4] = {};
           if constexpr (KEY_TILES == 1) {
             u32 pair[2];
@@ -390,15 +403,15 @@ struct Leaves {
           }
 #pragma unroll
           for (int m = 0; m < AT_ONCE; m++) {
-            if (m >= dims) break;
+            if (m0 + m >= DIMS) break;
             mma_bf16(sum[m][n], v[0][m], q[0], q[1]);
             if (KEY_TILES > 1) mma_bf16(sum[m][n], v[1][m], q[2], q[3]);
           }
         }
       }
+      __syncwarp();  // no data: keeps the compiler from working on all value tiles at a time
 #pragma unroll
       for (int n = 0; n < NT; n++) {
-        if (n >= tiles) break;
         const float4 f = *(const float4*)(factors + n * 8 + 2 * t);
 #pragma unroll
         for (int m = 0; m < AT_ONCE; m++) {
@@ -418,7 +431,7 @@ struct Leaves {
   DEVICE_METHOD void add(unsigned char* stage, float factor, const Seen& seen) {
     const int first = warp / KEY_TILES * OWN, slot = warp % KEY_TILES * 16 + g;
     float s[OWN][4] = {};
-    if (first < tiles) {
+    if (first < NT) {
       scores(stage, first, s);
 #pragma unroll
       for (int n = 0; n < OWN; n++)
@@ -431,15 +444,15 @@ struct Leaves {
     }
     __syncthreads();  // maxima of all keys are there; no score is taken from this leaf any more
     unsigned char* to = P_IN_KEYS ? stage + 32 * VALUE_TILES : p;
-    if (first < tiles) put_p(s, first, to);
+    if (first < NT) put_p(s, first, to);
     float now = 0.0f, old = 0.0f;
-    if (threadIdx.x < 8 * tiles) {
+    if (threadIdx.x < COLUMNS) {
       const float maximum = maximum_of(threadIdx.x), most = fmaxf(top, maximum);
-      old = power_of_two(top, most), now = power_of_two(maximum, most), top = most;
+      old = scale_of(top, most), now = scale_of(maximum, most), top = most;
       factors[threadIdx.x] = float2{old, now};
     }
     __syncthreads();  // P, its sums and the factors are there
-    if (threadIdx.x < 8 * tiles) {
+    if (threadIdx.x < COLUMNS) {
       float sum[KEY_TILES];
 #pragma unroll
       for (int k = 0; k < KEY_TILES; k++) sum[k] = sums[k * COLUMNS + threadIdx.x];
@@ -472,140 +485,171 @@ struct Leaves {
   }
 };
 
-// Parts of spans of absorbed latent attention, in the order of attention_work. grid: any; block THREADS.
-// Keys and q are 16-byte aligned. parts: maxima (log2) of columns 2t, 2t + 1, then their sums. The
-// first units are read, and their committed keys fetched, while the kernel in front still runs: it
-// must be none that wrote them.
+#if !APART
+// What latent_spans_mma reads and writes.
+struct Latent {
+  const bf16* q;        // [n, H, KEY_WIDTH], 16-byte aligned
+  const bf16* pages;    // [.., LEAF, KEY_WIDTH], likewise
+  const bf16* fresh;    // [T, KEY_WIDTH], likewise
+  const int* tables;    // [slots of the cache, max_pages]
+  const int* ancestors; // [n, depth]
+  float4* parts;        // [slots, all_tiles, 4]: maxima (log2) of columns 2t, 2t + 1, then their sums
+  float4* values;       // [slots, all_tiles, VALUE_TILES, 32]
+  int H, max_pages, depth, all_tiles, stages;
+  float factor;
+};
+
+// One unit: see attention_work. wait(): before anything is read that the kernel in front writes.
+template <int NT, int FIT, class Wait>
+DEVICE void latent_unit(const Latent& x, const int4 unit, const int4 of, int tiles_of_part,
+                        unsigned char* memory, const Wait& wait) {
+  Leaves<NT, FIT> s(memory);
+  const int row_tiles = (x.H + 7) / 8, row = unit.x >> 8, rows = unit.x & 255;
+  const int first_tile = (unit.y >> 20) * tiles_of_part;
+  const int heads = min(tiles_of_part, row_tiles - first_tile);  // head tiles of a row here
+  const int begin = unit.z, end = unit.w, length = of.x, position = of.y;
+  const int* path = x.ancestors + (i64)row * x.depth;
+  const int* table = x.tables + (i64)of.z * x.max_pages;
+  int page = of.w;  // of the leaf that is loaded next
+  auto load = [&](int leaf, unsigned char* stage) {
+    const bf16* keys = x.pages + (i64)page * LEAF * KEY_WIDTH;
+    s.load(stage, 0, [&](int slot) {
+      const int at = leaf * LEAF + slot;
+      Row row = {keys + slot * KEY_WIDTH, at <= position};
+      if (at >= length) row.from = x.fresh + (row.there ? (i64)path[at - length] * KEY_WIDTH : 0);
+      return row;
+    });
+    if (leaf + 1 < end && (leaf + 1) * LEAF < length) page = table[leaf + 1];
+  };
+  if ((begin + 1) * LEAF <= length) load(begin, s.stages), wait();
+  else wait(), load(begin, s.stages);
+  s.begin(rows * heads, [&](int column) {
+    const int n = column / 8, head = (first_tile + n % heads) * 8 + column % 8;
+    const bool there = n < rows * heads && head < x.H;
+    return Row{x.q + (there ? ((i64)(row + n / heads) * x.H + head) * KEY_WIDTH : 0), there};
+  });
+  for (int leaf = begin; leaf < end; leaf++) {
+    const int stage = x.stages == 2 ? (leaf - begin) % 2 : 0;
+    cp_async_wait<0>();
+    __syncthreads();  // the leaf has arrived; the one before has been read
+    if (x.stages == 2 && leaf + 1 < end) load(leaf + 1, s.stages + (1 - stage) * STAGE);
+    s.add(s.stages + stage * STAGE, x.factor,
+          [&](int slot, int) { return leaf * LEAF + slot <= position; });
+    if (x.stages == 1 && leaf + 1 < end) {
+      __syncthreads();  // the leaf has been read before the next is copied over it
+      load(leaf + 1, s.stages);
+    }
+  }
+  const int slot = unit.y & 0xfffff;
+  s.put(x.parts, x.values, [&](int n) {
+    return slot * x.all_tiles + (row + n / heads) * row_tiles + first_tile + n % heads;
+  });
+  __syncthreads();  // all is read before the next unit's copies
+}
+
+// Parts of spans of absorbed latent attention, unit by unit. grid: any, a second one at least behind
+// the last; block THREADS. The first units are read, and their committed keys fetched, while the
+// kernel in front still runs: it must be none that wrote them.
 template <int NT>
-DEVICE void latent_spans_mma(const bf16* q, const bf16* pages, const bf16* fresh, const int* tables,
-                             const int* ancestors, const int4* units, float4* parts,
-                             float4* values, int H, int max_pages, int depth, int all_tiles,
-                             int stages, float factor) {
+DEVICE void latent_spans_mma(const Latent& x, const int4* units) {
   extern __shared__ __align__(128) unsigned char memory[];
-  Leaves<NT> s(memory);
-  const int row_tiles = (H + 7) / 8;  // of one row; H is its heads
   grid_dependency_launch();
   bool waited = false;
-  for (int u = blockIdx.x;; u += gridDim.x) {
-    const int4 unit = units[2 * u], of = units[2 * u + 1];
-    const int row = unit.x >> 8, rows = unit.x & 255, part = unit.y >> 20, begin = unit.z;
-    if (!rows) break;
-    const int heads = min(NT, row_tiles - part * NT);  // head tiles of a row here
-    const int length = of.x, position = of.y;
-    const int* path = ancestors + (i64)row * depth;
-    auto load = [&](int leaf, unsigned char* stage) {
-      const int page = leaf == begin               ? of.w
-                       : leaf * LEAF < length ? tables[(i64)of.z * max_pages + leaf]
-                                                   : -1;
-      s.load(stage, q, 0, [&](int slot) -> const bf16* {
-        const int at = leaf * LEAF + slot;
-        if (at < length) return pages + ((i64)page * LEAF + slot) * KEY_WIDTH;
-        return at <= position ? fresh + (i64)path[at - length] * KEY_WIDTH : nullptr;
-      });
-    };
-    const bool committed = (begin + 1) * LEAF <= length;
-    if (committed) load(begin, s.stages);
+  auto wait = [&] {
     if (!waited) grid_dependency_wait();
     waited = true;
-    if (!committed) load(begin, s.stages);
-    s.begin(rows * heads, q, [&](int column) -> const bf16* {
-      const int n = column / 8, head = (part * NT + n % heads) * 8 + column % 8;
-      return head < H ? q + ((i64)(row + n / heads) * H + head) * KEY_WIDTH : nullptr;
-    });
-    cp_async_commit();
-    for (int leaf = begin; leaf < unit.w; leaf++) {
-      const int stage = stages == 2 ? (leaf - begin) % 2 : 0;
-      cp_async_wait<0>();
-      __syncthreads();  // the leaf has arrived; the one before has been read
-      if (stages == 2 && leaf + 1 < unit.w) load(leaf + 1, s.stages + (1 - stage) * STAGE);
-      s.add(s.stages + stage * STAGE, factor,
-            [&](int slot, int) { return leaf * LEAF + slot <= position; });
-      if (stages == 1 && leaf + 1 < unit.w) {
-        __syncthreads();  // the leaf has been read before the next is copied over it
-        load(leaf + 1, s.stages);
-      }
-    }
-    const int slot = unit.y & 0xfffff;
-    s.put(parts, values, [&](int n) {
-      return slot * all_tiles + (row + n / heads) * row_tiles + part * NT + n % heads;
-    });
-    __syncthreads();  // all is read before the next unit's copies
+  };
+  for (int u = blockIdx.x;; u += gridDim.x) {
+    const int4 unit = units[2 * u], of = units[2 * u + 1];
+    if (!unit.x) break;
+    const int row_tiles = min(NT, (x.H + 7) / 8 - (unit.y >> 20) * NT);
+    if (NT > 1 && (unit.x & 255) * row_tiles == 1) latent_unit<1, 1>(x, unit, of, NT, memory, wait);
+    else latent_unit<NT, NT == 4 ? 1 : 2>(x, unit, of, NT, memory, wait);
   }
-  if (!waited) grid_dependency_wait();
+  wait();
 }
 
 #define LATENT_SPANS(NT, RESIDENT)                                                                 \
   extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) latent_spans_mma_##NT(           \
-      const bf16* q /* [n, H, KEY_WIDTH] */, const bf16* pages /* [.., LEAF, KEY_WIDTH] */,        \
-      const bf16* fresh /* [T, KEY_WIDTH] */, const int* tables, const int* ancestors /* [n, depth] */, \
-      const int4* units, float4* parts /* [slots, all_tiles, 4] */,                                \
-      float4* values /* [slots, all_tiles, VALUE_TILES, 32] */, int H, int max_pages, int depth,   \
-      int all_tiles, int stages, float factor) {                                                   \
-    latent_spans_mma<NT>(q, pages, fresh, tables, ancestors, units, parts, values, H, max_pages,   \
-                         depth, all_tiles, stages, factor);                                        \
+      const bf16* q, const bf16* pages, const bf16* fresh, const int* tables,                      \
+      const int* ancestors, const int4* units /* [.., 2] of attention_work */, float4* parts,      \
+      float4* values, int H, int max_pages, int depth, int all_tiles, int stages, float factor) {  \
+    const Latent x = {q,      pages, fresh,     tables, ancestors, parts,                          \
+                      values, H,     max_pages, depth,  all_tiles, stages, factor};                \
+    latent_spans_mma<NT>(x, units);                                                                \
   }
-#if !APART
 LATENT_SPANS(1, 2)
 LATENT_SPANS(2, 2)
 LATENT_SPANS(4, 2)
 LATENT_SPANS(8, 1)
 #endif
 
-// A part of softmax of this lane: value at dims g, g + 8 and columns 2t, 2t + 1; m: maxima, sums.
+// A part of softmax of this lane: values at dims g, g + 8 of N value tiles and columns 2t, 2t + 1; m:
+// maxima, sums.
+template <int N>
 struct Part {
-  float4 v, m;
+  float4 m, v[N];
 };
 
-DEVICE Part no_part() {
-  return Part{float4{0, 0, 0, 0}, float4{minus_infinity(), minus_infinity(), 0, 0}};
-}
-
-DEVICE void join(Part& a, const Part& b) {
+template <int N>
+DEVICE void join(Part<N>& a, const Part<N>& b) {
   const float x = fmaxf(a.m.x, b.m.x), y = fmaxf(a.m.y, b.m.y);
-  const float old_x = power_of_two(a.m.x, x), now_x = power_of_two(b.m.x, x);
-  const float old_y = power_of_two(a.m.y, y), now_y = power_of_two(b.m.y, y);
-  a.v.x = __fmaf_rn(b.v.x, now_x, __fmul_rn(a.v.x, old_x));
-  a.v.y = __fmaf_rn(b.v.y, now_y, __fmul_rn(a.v.y, old_y));
-  a.v.z = __fmaf_rn(b.v.z, now_x, __fmul_rn(a.v.z, old_x));
-  a.v.w = __fmaf_rn(b.v.w, now_y, __fmul_rn(a.v.w, old_y));
+  const float old_x = scale_of(a.m.x, x), now_x = scale_of(b.m.x, x);
+  const float old_y = scale_of(a.m.y, y), now_y = scale_of(b.m.y, y);
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    a.v[i].x = __fmaf_rn(b.v[i].x, now_x, __fmul_rn(a.v[i].x, old_x));
+    a.v[i].y = __fmaf_rn(b.v[i].y, now_y, __fmul_rn(a.v[i].y, old_y));
+    a.v[i].z = __fmaf_rn(b.v[i].z, now_x, __fmul_rn(a.v[i].z, old_x));
+    a.v[i].w = __fmaf_rn(b.v[i].w, now_y, __fmul_rn(a.v[i].w, old_y));
+  }
   a.m.z = __fmaf_rn(b.m.z, now_x, __fmul_rn(a.m.z, old_x));
   a.m.w = __fmaf_rn(b.m.w, now_y, __fmul_rn(a.m.w, old_y));
   a.m.x = x, a.m.y = y;
 }
 
-// All parts of one column tile and one value tile, folded inside spans, then over spans. begin(span) is
+// All parts of one column tile and N value tiles, folded inside spans, then over spans. begin(span) is
 // the first part of a span. `split` warps share the spans out and meet in `shared` [WARPS, MEET, 32];
-// the first of them returns the whole. All threads of the block call.
+// the first of them returns the whole. All threads of the block call. What is joined first is copied:
+// a part is never -0, so nothing changes.
 constexpr int MEET = 4;  // spans of a warp between two meetings
-template <class Begin>
-DEVICE Part fold_parts(const float4* parts, i64 part_stride, const float4* values, i64 stride,
-                       int spans, int split, Part* shared, const Begin& begin) {
-  constexpr int AHEAD = 8;
+template <int N, class Begin>
+DEVICE Part<N> fold_parts(const float4* parts, i64 part_stride, const float4* values, i64 stride,
+                          int spans, int split, unsigned char* memory, const Begin& begin) {
+  constexpr int AHEAD = 8 / N;
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, turn = warp % split;
   const int each = split == 1 ? spans : min(MEET, (spans + split - 1) / split);
-  Part all = no_part();
+  Part<N>* shared = (Part<N>*)memory;
+  Part<N> all, sum;
+  bool first_span = true, first_part = true;
+  auto put = [](Part<N>& a, const Part<N>& b, bool& first) {
+    if (first) a = b;
+    else join(a, b);
+    first = false;
+  };
   for (int round = 0; round < spans; round += each * split) {
     int span = min(spans, round + turn * each), next = begin(span + 1);
     const int start = begin(span), end = begin(min(spans, span + each));
-    Part* mine = shared + warp * MEET * 32 + lane;
-    Part sum = no_part();
+    Part<N>* mine = shared + warp * MEET * 32 + lane;
     auto end_span = [&] {
-      if (split == 1) join(all, sum);
+      if (split == 1) put(all, sum, first_span);
       else *mine = sum, mine += 32;
+      first_part = true;
     };
     for (int k = start; k < end; k += AHEAD) {
-      Part loaded[AHEAD];
+      Part<N> loaded[AHEAD];
 #pragma unroll
-      for (int i = 0; i < AHEAD; i++)
-        if (k + i < end) {
-          loaded[i].v = values[(k + i) * stride + lane];
-          loaded[i].m = parts[(k + i) * part_stride + lane % 4];
-        }
+      for (int i = 0; i < AHEAD; i++) {
+        if (k + i >= end) continue;
+        loaded[i].m = parts[(k + i) * part_stride + lane % 4];
+#pragma unroll
+        for (int j = 0; j < N; j++) loaded[i].v[j] = values[(k + i) * stride + 32 * j + lane];
+      }
 #pragma unroll
       for (int i = 0; i < AHEAD; i++) {
         if (k + i >= end) break;
-        if (k + i == next) end_span(), sum = no_part(), next = begin(++span + 1);
-        join(sum, loaded[i]);
+        if (k + i == next) end_span(), next = begin(++span + 1);
+        put(sum, loaded[i], first_part);
       }
     }
     if (start < end) end_span();
@@ -613,54 +657,73 @@ DEVICE Part fold_parts(const float4* parts, i64 part_stride, const float4* value
     __syncthreads();  // every warp's spans are there
     if (turn == 0)
       for (int i = 0; i < min(spans - round, each * split); i++)
-        join(all, shared[((warp + i / each) * MEET + i % each) * 32 + lane]);
+        put(all, shared[((warp + i / each) * MEET + i % each) * 32 + lane], first_span);
     __syncthreads();  // all are read before the next ones are put there
   }
   return all;
 }
 
 // Columns 2t, 2t + 1 of the folded part, divided by their sums. out_of(column): a row of out, or null.
-template <class OutOf>
-DEVICE void put_row(const Part& all, int tile, bool empty, const OutOf& out_of) {
-  const int lane = threadIdx.x & 31, t = lane % 4, dim = tile * 16 + lane / 4;
-  const float values[2][2] = {{all.v.x, all.v.z}, {all.v.y, all.v.w}}, sums[2] = {all.m.z, all.m.w};
+template <int N, class OutOf>
+DEVICE void put_row(const Part<N>& all, int tile, bool empty, const OutOf& out_of) {
+  const int lane = threadIdx.x & 31, t = lane % 4;
+  const float sums[2] = {all.m.z, all.m.w};
 #pragma unroll
   for (int c = 0; c < 2; c++) {
     bf16* out = out_of(2 * t + c);
 #pragma unroll
-    for (int i = 0; i < 2; i++)
-      if (out && dim + 8 * i < VALUE_WIDTH)
-        store(out + dim + 8 * i, empty ? 0.0f : __fdiv_rn(values[c][i], sums[c]));
+    for (int j = 0; j < N; j++) {
+      const float4 v = all.v[j];
+      const float values[2] = {c ? v.y : v.x, c ? v.w : v.z};
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int dim = (tile + j) * 16 + lane / 4 + 8 * i;
+        if (out && dim < VALUE_WIDTH)
+          store(out + dim, empty ? 0.0f : __fdiv_rn(values[i], sums[c]));
+      }
+    }
   }
 }
 
 #if !APART
-// out = folded value / folded sum, rounded. grid (ceil(VALUE_TILES * split / WARPS), all_tiles); shared
-// for split > 1: WARPS * MEET * 1024 bytes.
-KERNEL latent_fold_mma(const float4* parts,   // [slots, all_tiles, 4]
-                       const float4* values,  // [slots, all_tiles, VALUE_TILES, 32]
-                       const int4* rows,      // [n] of attention_work; a filler row becomes zero
-                       bf16* out,             // [n, H, VALUE_WIDTH]
-                       int H, int all_tiles, int split) {
+// out = folded value / folded sum, rounded. grid (ceil(ceil(VALUE_TILES / N) * split / WARPS),
+// all_tiles); shared for split > 1: WARPS * MEET * 1024 bytes; then N = 1.
+template <int N>
+DEVICE void latent_fold(const float4* parts, const float4* values, const int4* rows, bf16* out,
+                        int H, int all_tiles, int split) {
   extern __shared__ __align__(16) unsigned char memory[];
-  const int tile = (blockIdx.x * WARPS + threadIdx.x / 32) / split, row_tiles = (H + 7) / 8;
+  const int tile = (blockIdx.x * WARPS + threadIdx.x / 32) / split * N, row_tiles = (H + 7) / 8;
   const int row = blockIdx.y / row_tiles, head = blockIdx.y % row_tiles * 8;
   grid_dependency_launch();
   const int4 of = rows[row];
   const int own = of.x, leaves = of.z, units = of.z ? (own + of.y - 1) / of.y : 0;
-  const i64 at = (i64)blockIdx.y * VALUE_TILES + min(tile, VALUE_TILES - 1);
+  const int span_units = of.y == 1 ? SPAN : 1;
+  const i64 at = (i64)blockIdx.y * VALUE_TILES + min(tile, (VALUE_TILES - 1) / N * N);
   grid_dependency_wait();
-  const Part all = fold_parts(
+  const Part<N> all = fold_parts<N>(
       parts + (i64)blockIdx.y * 4, (i64)all_tiles * 4, values + at * 32,
-      (i64)all_tiles * VALUE_TILES * 32, (leaves + SPAN - 1) / SPAN, split, (Part*)memory,
+      (i64)all_tiles * VALUE_TILES * 32, (leaves + SPAN - 1) / SPAN, split, memory,
       [&](int span) {
-        return min(units, span * (SPAN / of.y)) + max(0, min(leaves, span * SPAN) - own);
+        return min(units, span * span_units) + max(0, min(leaves, span * SPAN) - own);
       });
   if (tile >= VALUE_TILES || threadIdx.x / 32 % split) return;
   put_row(all, tile, leaves == 0, [&](int column) {
     return head + column < H ? out + ((i64)row * H + head + column) * VALUE_WIDTH : nullptr;
   });
 }
+
+#define LATENT_FOLD(N)                                                                             \
+  KERNEL latent_fold_mma_##N(const float4* parts /* [slots, all_tiles, 4] */,                      \
+                             const float4* values /* [slots, all_tiles, VALUE_TILES, 32] */,       \
+                             const int4* rows /* [n] of attention_work; filler becomes zero */,    \
+                             bf16* out /* [n, H, VALUE_WIDTH] */, int H, int all_tiles,            \
+                             int split) {                                                          \
+    latent_fold<N>(parts, values, rows, out, H, all_tiles, split);                                 \
+  }
+LATENT_FOLD(1)
+#if VALUE_TILES % 4 == 0
+LATENT_FOLD(4)
+#endif
 #endif
 
 #if APART
@@ -697,7 +760,7 @@ DEVICE void block_spans_mma(const bf16* q, const bf16* kv, const bf16* pages, co
                             float4* parts, float4* values, const Blocks& of, int max_pages,
                             float factor) {
   extern __shared__ __align__(128) unsigned char memory[];
-  Leaves<NT> s(memory);
+  Leaves<NT, 2> s(memory);
   grid_dependency_launch();
   grid_dependency_wait();
   const int each = of.leaves_of_unit(), group = of.group(), tiles = of.column_tiles();
@@ -713,20 +776,21 @@ DEVICE void block_spans_mma(const bf16* q, const bf16* kv, const bf16* pages, co
     const int begin = max(of.first_leaf(b), unit * each), end = min(own + 1, unit * each + each);
     const bf16* rows = kv + (i64)b * n * entry + head * KEY_WIDTH;
     auto load = [&](int leaf) {
-      const int page = leaf == own ? -1 : tables[(i64)b * max_pages + leaf];
-      s.load(s.stages, q, of.KV * KEY_WIDTH, [&](int key) -> const bf16* {
-        if (leaf == own) return key < n ? rows + (i64)key * entry : nullptr;
-        if (leaf * LEAF + key >= length) return nullptr;
-        return pages + ((i64)page * LEAF + key) * entry + head * KEY_WIDTH;
+      const int page = leaf == own ? 0 : tables[(i64)b * max_pages + leaf];
+      const bf16* context = pages + (i64)page * LEAF * entry + head * KEY_WIDTH;
+      const bf16* from = leaf == own ? rows : context;
+      const int there = leaf == own ? n : length - leaf * LEAF;
+      s.load(s.stages, of.KV * KEY_WIDTH, [&](int key) {
+        return Row{from + (key < there ? (i64)key * entry : 0), key < there};
       });
     };
     load(begin);
-    s.begin(min(NT, tiles - tile), q, [&](int column) -> const bf16* {
+    s.begin(min(NT, tiles - tile), [&](int column) {
       const int c = tile * 8 + column;
-      if (c >= n * group) return nullptr;
-      return q + (((i64)b * n + c / group) * of.H + head * group + c % group) * KEY_WIDTH;
+      const bool there = c < n * group;
+      const i64 at = ((i64)b * n + c / group) * of.H + head * group + c % group;
+      return Row{q + (there ? at * KEY_WIDTH : 0), there};
     });
-    cp_async_commit();
     for (int leaf = begin; leaf < end; leaf++) {
       cp_async_wait<0>();
       __syncthreads();  // the leaf has arrived
@@ -758,7 +822,7 @@ BLOCK_SPANS(2, 2)
 BLOCK_SPANS(4, 2)
 BLOCK_SPANS(8, 1)
 
-// As latent_fold_mma; all_tiles: ceil(n * group / 8) for every block and key head.
+// As latent_fold_mma_1; all_tiles: ceil(n * group / 8) for every block and key head.
 KERNEL block_fold_mma(const float4* parts, const float4* values, const int* lengths,
                       bf16* out,  // [B * n, H, d]
                       int B, int n, int H, int KV, int window, int column_parts, int blocks,
@@ -772,11 +836,12 @@ KERNEL block_fold_mma(const float4* parts, const float4* values, const int* leng
   grid_dependency_launch();
   grid_dependency_wait();
   const int each = of.leaves_of_unit(), first = of.first_leaf(b), units = of.units(b, each);
+  const int span_units = each == 1 ? SPAN : 1;
   const int spans = of.own_leaf(b) / SPAN - first / SPAN + 1;
-  const Part all = fold_parts(
+  const Part<1> all = fold_parts<1>(
       parts + (i64)blockIdx.y * 4, all_tiles * 4, values + at * 32, all_tiles * VALUE_TILES * 32,
-      spans, split, (Part*)memory, [&](int span) {
-        return max(0, min(units, (first / SPAN + span) * (SPAN / each) - first / each));
+      spans, split, memory, [&](int span) {
+        return max(0, min(units, (first / SPAN + span) * span_units - first / each));
       });
   if (tile >= VALUE_TILES || threadIdx.x / 32 % split) return;
   put_row(all, tile, false, [&](int column) -> bf16* {

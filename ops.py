@@ -1164,6 +1164,7 @@ class TensorCoreKernels:
 MAX_TENSOR_LEAF = 16 * WARPS  # positions of a leaf: a warp takes the scores of 16
 PARTS_BYTES = 512 << 20  # of the parts of spans at most, if one row allows
 WORK_ROWS = 1024  # of one launch of attention_work
+FOLD_TOGETHER = 24  # column tiles from which on a warp of the fold takes four value tiles
 MEET = 4  # spans that a warp of the fold brings to a meeting
 
 
@@ -1315,9 +1316,9 @@ class TensorCoreAttention:
                 plan.tables.shape[1], plan.ancestors.shape[1], all_tiles, work.stages, factor,
                 shared_bytes=work.shared_bytes, defines=shape.defines, dependent=planned,
             )  # fmt: skip
-            self._fold_mma("latent_fold_mma", shape, all_tiles, (
-                parts, values, work.rows, out[rows], heads, all_tiles,
-            ))  # fmt: skip
+            args = parts, values, work.rows, out[rows], heads, all_tiles
+            together = 4 if shape.value_tiles % 4 == 0 and all_tiles >= FOLD_TOGETHER else 1
+            self._fold_mma(f"latent_fold_mma_{together}", shape, all_tiles, args, together)
         return out
 
     def _block_attention_mma(self, q, kv, pages, tables, lengths, window, factor, shape):
@@ -1343,10 +1344,13 @@ class TensorCoreAttention:
         self._fold_mma("block_fold_mma", shape, all_tiles, args)
         return out
 
-    def _fold_mma(self, kernel: str, shape: AttentionShape, all_tiles: int, args: tuple) -> None:
-        """split: warps that share the spans of a tile, many where there are few tiles."""
+    def _fold_mma(self, kernel: str, shape: AttentionShape, all_tiles: int, args, together=1):
+        """split: warps that share the spans of a tile, many where there are few tiles.
+
+        together: value tiles of a warp
+        """
         split = next((s for s in (8, 4, 2) if all_tiles * s <= 16), 1)
-        grid = _ceil(shape.value_tiles * split, WARPS), all_tiles
+        grid = _ceil(shape.value_tiles // together * split, WARPS), all_tiles
         self._launch(
             "attention_mma", kernel, grid, *args, split, defines=shape.defines,
             shared_bytes=WARPS * MEET * 1024 if split > 1 else 0, dependent=True,
