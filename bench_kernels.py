@@ -161,6 +161,46 @@ def experts_case(goals: dict) -> Case:
     )  # fmt: skip
 
 
+@dataclass
+class Context:
+    """Committed keys; for some numbers of rows their plan and their own keys, which are all equal."""
+
+    pages: object
+    of_rows: dict
+
+
+def attention_case(context: int, goals: dict, heads=8, latent=512, width=576) -> Case:
+    """Tree nodes that all follow the committed text; x is q."""
+    leaf, span = 64, 4
+    pages = context // leaf + 1
+
+    def prepare(kernels, weights) -> Context:
+        if kernels.act != ops.BFLOAT16:
+            weights = kernels.launcher.upload(kernels.download(weights).astype(np.float32))
+        return Context(weights.reshape(pages, leaf, width), {})
+
+    def run(kernels, w: Context, x):
+        rows = len(x)
+        if rows not in w.of_rows:
+            table = np.arange(pages, dtype=np.int32)[None]
+            same = (np.full(rows, value, np.int32) for value in (context, 0, -1))
+            lengths = np.array([context], np.int32)
+            key = kernels.launcher.download(w.pages[0, :1])
+            own = kernels.launcher.upload(np.repeat(key, rows, axis=0))
+            w.of_rows[rows] = kernels.plan_attention(*same, lengths, table, leaf), own
+        plan, own = w.of_rows[rows]
+        q = x.reshape(rows, heads, width)
+        return kernels.latent_attention(q, w.pages, own, plan, width**-0.5, latent, span)
+
+    return Case(
+        f"attention, {context} positions", heads * width,
+        draw=lambda kernels, seed: random(kernels, seed, pages * leaf, width, scale=1.7),
+        prepare=prepare, run=run,
+        traffic=lambda rows, ids: 2 * (context * width + rows * (heads * (width + latent) + width)),
+        goals=goals, bound=ROUNDED,
+    )  # fmt: skip
+
+
 CASES = (
     experts_case({1: 12, 2: 18, 4: 30, 8: 51, 16: 86, 32: 141, 64: 215, 128: 270}),
     linear_case("q_a + kv_a", 2112, HIDDEN, 1, {1: 8.3, 16: 9, 64: 11}),
@@ -171,8 +211,16 @@ CASES = (
     mlp_case("shared expert", WIDTH, {1: 6.0, 16: 6.6, 64: 10.5}),
     router_case({1: 5.2, 16: 5.6, 64: 8}),
     mlp_case("dense layer", 2304, {1: 27.0, 16: 27.0}),
+    attention_case(1000, {1: 7, 16: 9, 64: 15}),
+    attention_case(8000, {1: 10, 16: 18, 64: 30}),
+    attention_case(32000, {1: 16, 16: 26, 64: 66}),
     linear_case("lm_head", 20480, HIDDEN, 1, {1: 68, 16: 70, 64: 72}),
 )
+
+
+def launches(case: Case) -> int:
+    """Of the operation in one graph: so many that the sets they rotate over are cold."""
+    return max(LAUNCHES, -(-COLD_BYTES // (3 * case.traffic(0, np.arange(EXPERTS)))))
 
 
 def read_rate(kernels: ops.CudaOps, size: int = 4 << 30) -> float:
@@ -233,18 +281,18 @@ def time_case(
     """µs of every replay, and bytes of one operation. Nothing is timed that was not found right."""
     if not checked.passed(case) or checked.rows == 0:
         raise UserError(f"{case.name}, {rows} rows: not checked, so not timed")
-    rng = np.random.default_rng(seed)
+    rng, n = np.random.default_rng(seed), launches(case)
     x = random(kernels, seed, rows, case.k)  # in the cache, as if a norm had just written it
     sent = []
     if case.routed:
-        shape = (LAUNCHES, rows, TOP_K)
+        shape = (n, rows, TOP_K)
         sent = [kernels.launcher.empty(shape, kind) for kind in (np.int32, np.float32)]
 
     traffic = []
 
     def redraw(turn: int) -> None:
         kernels.generate(x, seed + 1 + turn, 0.0, 1.0)
-        drawn = [routing(rng, rows, experts) for _ in range(LAUNCHES if case.routed else 0)]
+        drawn = [routing(rng, rows, experts) for _ in range(n if case.routed else 0)]
         for array, new in zip(sent, zip(*drawn, strict=True), strict=False):
             kernels.refill(array, np.stack(new))
         routes = [ids for ids, _ in drawn] or [None]
@@ -253,7 +301,7 @@ def time_case(
     def run() -> tuple:
         return tuple(
             case.run(kernels, sets[i % len(sets)], x, *(s[i] for s in sent))
-            for i in range(LAUNCHES)
+            for i in range(n)
         )
 
     redraw(0)
@@ -262,8 +310,8 @@ def time_case(
     for turn in range(REPLAYS + 2):  # the first two warm up
         redraw(turn + 1)
         kernels.launcher.synchronize()
-        times.append(kernels.launcher.seconds(graph.replay) / LAUNCHES * 1e6)
-    for i in (0, LAUNCHES - 1):  # what was timed was the operation, also where launches overlap
+        times.append(kernels.launcher.seconds(graph.replay) / n * 1e6)
+    for i in (0, n - 1):  # what was timed was the operation, also where launches overlap
         want = case.run(kernels, sets[i % len(sets)], x, *(s[i] for s in sent))
         pair = (kernels.download(a).view(np.int32) for a in (graph.outputs[i], want))
         if not np.array_equal(*pair):
@@ -290,7 +338,7 @@ def table(names: Sequence[str] | None, all_rows, skew: bool, launcher=None) -> l
             sets, of = [], case
             weights = case.draw(kernels, 1)
             once = case.traffic(0, np.arange(EXPERTS))
-            n = min(LAUNCHES, max(3, -(-COLD_BYTES // once)))
+            n = min(launches(case), max(3, -(-COLD_BYTES // once)))
             sets = [case.prepare(kernels, case.draw(kernels, 100 * i)) for i in range(1, n + 1)]
         checked = check(case, weights, poisoned, truth, rows, seed=rows)
         for experts in (EXPERTS, 96, 48, 16) if skew and case.routed and rows == 64 else (EXPERTS,):

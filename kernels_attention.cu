@@ -245,7 +245,7 @@ struct Leaves {
   unsigned char* queries;  // [COLUMNS, STRIDE]
   unsigned char* p;        // [COLUMNS, P_STRIDE]
   unsigned char* stages;   // [.., STAGE]
-  int lane, warp, g, t, tiles;
+  int lane, warp, g, t;
   float folded[DIMS][NT][4];  // of this lane: dims g, g + 8 of a tile, columns 2t, 2t + 1
   float top, total;           // of column threadIdx.x
 
@@ -260,8 +260,8 @@ struct Leaves {
   // query_of(column) is a Row of q: columns that nobody asks for are worked on too, because a branch
   // between two mma costs more.
   template <class QueryOf>
-  DEVICE_METHOD void begin(int column_tiles, const QueryOf& query_of) {
-    tiles = column_tiles, top = minus_infinity(), total = 0.0f;
+  DEVICE_METHOD void begin(const QueryOf& query_of) {
+    top = minus_infinity(), total = 0.0f;
 #pragma unroll
     for (int m = 0; m < DIMS; m++)
 #pragma unroll
@@ -465,9 +465,9 @@ struct Leaves {
     add_values(APART ? stage + LEAF * STRIDE : stage, to);
   }
 
-  // tile_of(n): where column tile n stands among all.
+  // tile_of(n): where column tile n of `tiles` stands among all.
   template <class TileOf>
-  DEVICE_METHOD void put(float4* parts, float4* values, const TileOf& tile_of) const {
+  DEVICE_METHOD void put(float4* parts, float4* values, int tiles, const TileOf& tile_of) const {
 #pragma unroll
     for (int n = 0; n < NT; n++) {
       if (n >= tiles) break;
@@ -523,7 +523,7 @@ DEVICE void latent_unit(const Latent& x, const int4 unit, const int4 of, int til
   };
   if ((begin + 1) * LEAF <= length) load(begin, s.stages), wait();
   else wait(), load(begin, s.stages);
-  s.begin(rows * heads, [&](int column) {
+  s.begin([&](int column) {
     const int n = column / 8, head = (first_tile + n % heads) * 8 + column % 8;
     const bool there = n < rows * heads && head < x.H;
     return Row{x.q + (there ? ((i64)(row + n / heads) * x.H + head) * KEY_WIDTH : 0), there};
@@ -541,7 +541,7 @@ DEVICE void latent_unit(const Latent& x, const int4 unit, const int4 of, int til
     }
   }
   const int slot = unit.y & 0xfffff;
-  s.put(x.parts, x.values, [&](int n) {
+  s.put(x.parts, x.values, rows * heads, [&](int n) {
     return slot * x.all_tiles + (row + n / heads) * row_tiles + first_tile + n % heads;
   });
   __syncthreads();  // all is read before the next unit's copies
@@ -554,17 +554,13 @@ template <int NT>
 DEVICE void latent_spans_mma(const Latent& x, const int4* units) {
   extern __shared__ __align__(128) unsigned char memory[];
   grid_dependency_launch();
-  bool waited = false;
-  auto wait = [&] {
-    if (!waited) grid_dependency_wait();
-    waited = true;
-  };
+  auto wait = [] { grid_dependency_wait(); };  // every time after the first costs nothing
   for (int u = blockIdx.x;; u += gridDim.x) {
     const int4 unit = units[2 * u], of = units[2 * u + 1];
     if (!unit.x) break;
     const int row_tiles = min(NT, (x.H + 7) / 8 - (unit.y >> 20) * NT);
     if (NT > 1 && (unit.x & 255) * row_tiles == 1) latent_unit<1, 1>(x, unit, of, NT, memory, wait);
-    else latent_unit<NT, NT == 4 ? 1 : 2>(x, unit, of, NT, memory, wait);
+    else latent_unit<NT, NT == 4 ? 1 : NT == 2 ? 4 : 2>(x, unit, of, NT, memory, wait);
   }
   wait();
 }
@@ -785,7 +781,7 @@ DEVICE void block_spans_mma(const bf16* q, const bf16* kv, const bf16* pages, co
       });
     };
     load(begin);
-    s.begin(min(NT, tiles - tile), [&](int column) {
+    s.begin([&](int column) {
       const int c = tile * 8 + column;
       const bool there = c < n * group;
       const i64 at = ((i64)b * n + c / group) * of.H + head * group + c % group;
@@ -803,7 +799,7 @@ DEVICE void block_spans_mma(const bf16* q, const bf16* kv, const bf16* pages, co
       if (leaf + 1 < end) load(leaf + 1);
     }
     const int all_tiles = of.B * of.KV * tiles, first = (b * of.KV + head) * tiles + tile;
-    s.put(parts, values, [&](int column) { return slot * all_tiles + first + column; });
+    s.put(parts, values, min(NT, tiles - tile), [&](int column) { return slot * all_tiles + first + column; });
   }
 }
 

@@ -27,6 +27,7 @@ def small(monkeypatch) -> ops.EmulatorLauncher:
         bench_kernels.linear_case("o_proj", 70, 256, 8, {}),
         bench_kernels.mlp_case("shared expert", 64, {}),
         bench_kernels.router_case({}),
+        bench_kernels.attention_case(100, {}, heads=2, latent=32, width=48),
     )
     monkeypatch.setattr(bench_kernels, "CASES", cases)
     monkeypatch.setattr(bench_kernels, "read_rate", lambda kernels: 100.0)
@@ -41,7 +42,7 @@ def test_every_operation_is_checked_and_timed(small) -> None:
     for row in rows:
         assert row["identical"] == "yes" and row["µs"] > 0 and row["floor"] > 0
     assert rows[1]["goal"] == pytest.approx(45.55) and rows[0]["goal"] == "-"
-    assert bench.table(rows).count("\n") == 9
+    assert bench.table(rows).count("\n") == 11
 
 
 def test_no_time_for_a_wrong_result(small, monkeypatch) -> None:
