@@ -163,7 +163,7 @@ def experts_case(goals: dict) -> Case:
 
 @dataclass
 class Context:
-    """Committed keys; for some numbers of rows their plan and their own keys, which are all equal."""
+    """Committed keys; for some numbers of rows their plan and own keys, which are all equal."""
 
     pages: object
     of_rows: dict
@@ -300,8 +300,7 @@ def time_case(
 
     def run() -> tuple:
         return tuple(
-            case.run(kernels, sets[i % len(sets)], x, *(s[i] for s in sent))
-            for i in range(n)
+            case.run(kernels, sets[i % len(sets)], x, *(s[i] for s in sent)) for i in range(n)
         )
 
     redraw(0)
