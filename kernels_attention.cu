@@ -50,8 +50,10 @@ DEVICE int block_before(int value, int* shared) {
 // What latent_spans_mma works through, in units: some rows of one sequence over some leaves. Up to
 // `together` adjacent rows share the leaves in which they see the same keys in all slots: committed
 // ones and those of common ancestors. The few leaves behind them are a unit of one row each. A unit has
-// one shared leaf if the units are then no more than `blocks` and a row's parts no more than `slots`;
-// else a whole span of them (half a span would change the order of its sum).
+// up to `each` shared leaves, a divisor of SPAN, so that it lies in one span. The first unit of a span
+// leaves one part, the others one a leaf: a sum of their own would change the order of the span's. Of
+// the divisors it is the one with the least cost, counted in thousandths of a leaf: leaves that a block
+// takes one after the other, parts to write and to read again, and the longest fold.
 //
 // One block; shared 16 n bytes. Rows of a sequence are adjacent; rows [first, first + n) are planned.
 KERNEL attention_work(const int* positions,  // [T]
@@ -61,11 +63,13 @@ KERNEL attention_work(const int* positions,  // [T]
                       const int* ancestors,  // [T, depth]
                       int4* units,           // [.., 2]: first row << 8 | rows, head part << 20 | slot,
                                              // first leaf, last + 1; length, position of the first
-                                             // row, its sequence, its first page or -1. Behind the
-                                             // last come `blocks` empty ones
-                      int4* rows,            // [n]: shared leaves, each, leaves (0: filler), 0
+                                             // row, its sequence, its first page or -1. Block b takes
+                                             // b, b + blocks, ..: shared ones that follow each other.
+                                             // Behind the last come `blocks` empty ones
+                      int4* rows,            // [n]: shared leaves, each, leaves (0: filler), parts
+                                             // of the shared leaves
                       int first, int n, int depth, int max_pages, int together, int head_parts,
-                      int blocks, int slots) {
+                      int row_tiles, int blocks, int slots) {
   extern __shared__ __align__(16) int memory[];
   __shared__ int between[WARPS];
   int* leader = memory;      // [n] first row of a row's group; -1: filler
@@ -102,39 +106,47 @@ KERNEL attention_work(const int* positions,  // [T]
 
   const int per = (n + THREADS - 1) / THREADS;  // rows of a thread
   const int begin = min(n, (int)threadIdx.x * per), end = min(n, begin + per);
-  auto count = [&](int each, int& of_groups, int& of_rows, int& most) {
-    of_groups = of_rows = most = 0;
+  auto parts_of = [](int leaves, int each) {
+    const int rest = leaves % SPAN;
+    return leaves / SPAN * (1 + SPAN - each) + (rest ? 1 + max(0, rest - each) : 0);
+  };
+  int of_groups, of_rows, of_parts, most;  // units, units, parts of this thread's rows; of any
+  auto count = [&](int each) {
+    of_groups = of_rows = of_parts = most = 0;
     for (int i = begin; i < end; i++) {
       if (leader[i] < 0) continue;
-      const int together_leaves = shared[leader[i]];
-      const int groups = (together_leaves + each - 1) / each;
-      const int singles = positions[i] / LEAF + 1 - together_leaves;
-      if (leader[i] == i) of_groups += groups;
-      of_rows += singles, most = max(most, groups + singles);
+      const int own = shared[leader[i]], singles = positions[i] / LEAF + 1 - own;
+      if (leader[i] == i) of_groups += (own + each - 1) / each;
+      of_rows += singles, of_parts += parts_of(own, each) + singles;
+      most = max(most, parts_of(own, each) + singles);
     }
   };
   auto add = [](int a, int b) { return a + b; };
   auto larger = [](int a, int b) { return max(a, b); };
-  int each = 1, of_groups, of_rows, most;
-  count(each, of_groups, of_rows, most);
-  const int all = block_join(of_groups + of_rows, between, add);
-  most = block_join(most, between, larger);
-  if ((i64)all * head_parts > blocks || most > slots) {
-    each = SPAN;
-    count(each, of_groups, of_rows, most);
+  int each = SPAN;
+  i64 least = -1;
+  for (int turn = SPAN; turn > 0; turn--) {
+    if (SPAN % turn) continue;
+    count(turn);
+    const i64 units = (i64)block_join(of_groups + of_rows, between, add) * head_parts;
+    const i64 parts = (i64)block_join(of_parts, between, add) * row_tiles;
+    const int longest = block_join(most, between, larger);
+    const i64 cost = (units + blocks - 1) / blocks * turn * 1000 + parts + 8 * longest;
+    if (longest <= slots && (least < 0 || cost < least)) each = turn, least = cost;
   }
-  const int groups = block_join(of_groups, between, add);
-  const int total = groups + block_join(of_rows, between, add);
+  count(each);
+  const int groups = block_join(of_groups, between, add) * head_parts;
+  const int total = groups + block_join(of_rows, between, add) * head_parts;
   int group_place = block_before(of_groups, between);
-  int row_place = groups + block_before(of_rows, between);
+  int row_place = block_before(of_rows, between);
   for (int i = begin; i < end; i++) {
     rows[i] = int4{0, 0, 0, 0};
     if (leader[i] < 0) continue;
-    const int leaves = positions[i] / LEAF + 1, together_leaves = shared[leader[i]];
-    rows[i] = int4{together_leaves, each, leaves, 0};
+    const int leaves = positions[i] / LEAF + 1, own = shared[leader[i]];
+    rows[i] = int4{own, each, leaves, parts_of(own, each)};
     place[i] = group_place, behind[i] = row_place;
-    if (leader[i] == i) group_place += (together_leaves + each - 1) / each;
-    row_place += leaves - together_leaves;
+    if (leader[i] == i) group_place += (own + each - 1) / each;
+    row_place += leaves - own;
   }
   __syncthreads();  // all places are there before a warp fills them
 
@@ -144,24 +156,31 @@ KERNEL attention_work(const int* positions,  // [T]
     units[2 * at] = int4{i << 8 | count, part << 20 | slot, from, to};
     units[2 * at + 1] = int4{length, positions[i], table, page};
   };
+  const int rounds = groups / blocks, longer = groups % blocks;  // blocks with one unit more
+  auto turn_of = [&](int k) {  // where the k-th shared unit stands
+    const int block = k < longer * (rounds + 1) ? k / (rounds + 1) : (k - longer) / rounds;
+    return (k - block * rounds - min(block, longer)) * blocks + block;
+  };
   for (int i = threadIdx.x / 32; i < n; i += WARPS) {  // a warp a row
     if (leader[i] < 0) continue;
-    const int leaves = shared[leader[i]], parts = (leaves + each - 1) / each;
-    const int singles = positions[i] / LEAF + 1 - leaves;
+    const int own = shared[leader[i]], parts = parts_of(own, each);
+    const int singles = positions[i] / LEAF + 1 - own, of_group = (own + each - 1) / each;
     int count = 1;
     while (i + count < n && leader[i + count] == i) count++;
-    for (int k = threadIdx.x & 31; leader[i] == i && k < parts * head_parts; k += 32) {
-      const int slot = k / head_parts, from = slot * each;
-      put(place[i] * head_parts + k, i, count, k % head_parts, slot, from, min(leaves, from + each));
+    for (int k = threadIdx.x & 31; leader[i] == i && k < of_group * head_parts; k += 32) {
+      const int from = k % of_group * each, inside = from % SPAN;
+      const int slot = from / SPAN * (1 + SPAN - each) + (inside ? inside - each + 1 : 0);
+      put(turn_of(place[i] * head_parts + k), i, count, k / of_group, slot, from,
+          min(own, from + each));
     }
     for (int k = threadIdx.x & 31; k < singles * head_parts; k += 32) {
       const int single = k / head_parts;
-      put(behind[i] * head_parts + k, i, 1, k % head_parts, parts + single, leaves + single,
-          leaves + single + 1);
+      put(groups + behind[i] * head_parts + k, i, 1, k % head_parts, parts + single, own + single,
+          own + single + 1);
     }
   }
   for (int i = threadIdx.x; i < blocks; i += THREADS)
-    units[2 * (total * head_parts + i)] = units[2 * (total * head_parts + i) + 1] = int4{0, 0, 0, 0};
+    units[2 * (total + i)] = units[2 * (total + i) + 1] = int4{0, 0, 0, 0};
 }
 
 // ==== attention_mma ====
@@ -223,9 +242,24 @@ DEVICE void copy_row(unsigned char* to, const Row& row) {
   }
 }
 
-// A block's work on up to NT tiles of 8 columns; FIT: value tiles of a warp that it sums at once, as
-// registers allow.
-template <int NT, int FIT>
+// key_of(slot) is a Row; its value stands value_offset numbers further.
+template <class KeyOf>
+DEVICE void load_leaf(unsigned char* stage, int value_offset, const KeyOf& key_of) {
+#pragma unroll
+  for (int r = threadIdx.x / 8; r < LEAF; r += THREADS / 8) {
+    const Row key = key_of(r);
+    copy_row<WIDTH, KEY_WIDTH>(stage + r * STRIDE, key);
+    if (APART)
+      copy_row<16 * VALUE_TILES, VALUE_WIDTH>(stage + LEAF * STRIDE + r * VALUE_STRIDE,
+                                              Row{key.from + value_offset, key.there});
+  }
+  cp_async_commit();
+}
+
+// A block's work on NT tiles of 8 columns. FIT: value tiles of a warp that it sums at once, as registers
+// allow. PLACES: columns that shared memory has room for, so that a block may go from one number of
+// tiles to another while some of its threads still read what they read last.
+template <int NT, int FIT, int PLACES = 8 * NT>
 struct Leaves {
   static constexpr int COLUMNS = 8 * NT;
   static constexpr int SHARING = WARPS / KEY_TILES;  // warps that share out the columns of 16 keys
@@ -235,32 +269,28 @@ struct Leaves {
   static constexpr int AT_ONCE = DIMS < FIT ? DIMS : FIT;
   // P lies in the part of a key that is no value, read before P is there; else it has a place.
   static constexpr bool P_IN_KEYS =
-      !APART && WIDTH - 16 * VALUE_TILES >= LEAF && COLUMNS <= LEAF;
+      !APART && WIDTH - 16 * VALUE_TILES >= LEAF && PLACES <= LEAF;
   static constexpr int P_STRIDE = P_IN_KEYS ? STRIDE : 2 * LEAF + 16;
   static_assert(P_STRIDE / 16 % 2 == 1, "no bank conflicts");
 
+  unsigned char* queries;  // [PLACES, STRIDE]
+  unsigned char* p;        // [PLACES, P_STRIDE]
+  float2* factors;         // [PLACES] of the sum so far, of this leaf
   float* maxima;           // [KEY_TILES, COLUMNS]
   float* sums;             // [KEY_TILES, COLUMNS]
-  float2* factors;         // [COLUMNS] of the sum so far, of this leaf
-  unsigned char* queries;  // [COLUMNS, STRIDE]
-  unsigned char* p;        // [COLUMNS, P_STRIDE]
-  unsigned char* stages;   // [.., STAGE]
   int lane, warp, g, t;
   float folded[DIMS][NT][4];  // of this lane: dims g, g + 8 of a tile, columns 2t, 2t + 1
   float top, total;           // of column threadIdx.x
 
-  DEVICE_METHOD Leaves(unsigned char* memory) {
-    maxima = (float*)memory, sums = maxima + KEY_TILES * COLUMNS;
-    factors = (float2*)(sums + KEY_TILES * COLUMNS);
-    queries = (unsigned char*)(factors + COLUMNS);
-    p = queries + COLUMNS * STRIDE, stages = p + (P_IN_KEYS ? 0 : COLUMNS * P_STRIDE);
+  // memory: `stages` leaves, then the above.
+  DEVICE_METHOD Leaves(unsigned char* memory, int stages) {
+    queries = memory + stages * STAGE, p = queries + PLACES * STRIDE;
+    factors = (float2*)(p + (P_IN_KEYS ? 0 : PLACES * P_STRIDE));
+    maxima = (float*)(factors + PLACES), sums = maxima + KEY_TILES * PLACES;
     lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   }
 
-  // query_of(column) is a Row of q: columns that nobody asks for are worked on too, because a branch
-  // between two mma costs more.
-  template <class QueryOf>
-  DEVICE_METHOD void begin(const QueryOf& query_of) {
+  DEVICE_METHOD void clear() {
     top = minus_infinity(), total = 0.0f;
 #pragma unroll
     for (int m = 0; m < DIMS; m++)
@@ -268,23 +298,15 @@ struct Leaves {
       for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) folded[m][n][i] = 0.0f;
+  }
+
+  // query_of(column) is a Row of q: columns that nobody asks for are worked on too, because a branch
+  // between two mma costs more.
+  template <class QueryOf>
+  DEVICE_METHOD void load_queries(const QueryOf& query_of) {
 #pragma unroll
     for (int c = threadIdx.x / 8; c < COLUMNS; c += THREADS / 8)
       copy_row<WIDTH, KEY_WIDTH>(queries + c * STRIDE, query_of(c));
-    cp_async_commit();
-  }
-
-  // key_of(slot) is a Row; its value stands value_offset numbers further.
-  template <class KeyOf>
-  DEVICE_METHOD void load(unsigned char* stage, int value_offset, const KeyOf& key_of) {
-#pragma unroll
-    for (int r = threadIdx.x / 8; r < LEAF; r += THREADS / 8) {
-      const Row key = key_of(r);
-      copy_row<WIDTH, KEY_WIDTH>(stage + r * STRIDE, key);
-      if (APART)
-        copy_row<16 * VALUE_TILES, VALUE_WIDTH>(stage + LEAF * STRIDE + r * VALUE_STRIDE,
-                                                Row{key.from + value_offset, key.there});
-    }
     cp_async_commit();
   }
 
@@ -293,28 +315,31 @@ struct Leaves {
     float odd[OWN][4] = {};
     const unsigned char* a = keys + (warp % KEY_TILES * 16 + lane % 16) * STRIDE + lane / 16 * 16;
     const unsigned char* b = queries + (first * 8 + lane % 8) * STRIDE + lane / 8 * 16;
-#pragma unroll 3
-    for (int k = 0; k < WIDTH / 32; k++) {
-      u32 low[4], high[4];
-      ldmatrix_x4(low, a + 64 * k);
-      ldmatrix_x4(high, a + 64 * k + 32);
+    u32 low[2][4], high[2][4], q[2][OWN][4];  // of two steps of 32: one is multiplied, one arrives
+    auto fetch = [&](int k) {
+      ldmatrix_x4(low[k % 2], a + 64 * k);
+      ldmatrix_x4(high[k % 2], a + 64 * k + 32);
 #pragma unroll
-      for (int n = 0; n < OWN; n++) {
-        u32 q[4];
-        ldmatrix_x4(q, b + n * 8 * STRIDE + 64 * k);
-        mma_bf16(even[n], low, q[0], q[1]);
-        mma_bf16(odd[n], high, q[2], q[3]);
-      }
+      for (int n = 0; n < OWN; n++) ldmatrix_x4(q[k % 2][n], b + n * 8 * STRIDE + 64 * k);
+    };
+    if (WIDTH >= 32) fetch(0);
+#pragma unroll
+    for (int k = 0; k < WIDTH / 32; k++) {
+      if (k + 1 < WIDTH / 32) fetch(k + 1);
+#pragma unroll
+      for (int n = 0; n < OWN; n++) mma_bf16(even[n], low[k % 2], q[k % 2][n][0], q[k % 2][n][1]);
+#pragma unroll
+      for (int n = 0; n < OWN; n++) mma_bf16(odd[n], high[k % 2], q[k % 2][n][2], q[k % 2][n][3]);
     }
     if (WIDTH % 32) {
-      u32 low[4];
-      ldmatrix_x4(low, a + WIDTH / 32 * 64);
+      u32 last[4];
+      ldmatrix_x4(last, a + WIDTH / 32 * 64);
 #pragma unroll
       for (int n = 0; n < OWN; n++) {
-        u32 q[2];
-        ldmatrix_x2(q, queries + ((first + n) * 8 + lane % 8) * STRIDE + lane / 8 % 2 * 16 +
-                           WIDTH / 32 * 64);
-        mma_bf16(even[n], low, q[0], q[1]);
+        u32 pair[2];
+        ldmatrix_x2(pair, queries + ((first + n) * 8 + lane % 8) * STRIDE + lane / 8 % 2 * 16 +
+                              WIDTH / 32 * 64);
+        mma_bf16(even[n], last, pair[0], pair[1]);
       }
     }
 #pragma unroll
@@ -380,9 +405,19 @@ struct Leaves {
       const int dim = warp * DIMS + m0;
       if (UNEVEN && dim >= VALUE_TILES) break;
       float sum[AT_ONCE][NT][4] = {};
+      u32 v[2][AT_ONCE][4], q[2][4] = {};  // keys of two steps of 16; P of two tiles, one arrives
+      auto fetch = [&](int k, int n) {
+        u32(&to)[4] = q[n % 2];
+        if constexpr (KEY_TILES == 1) {
+          u32 pair[2];
+          ldmatrix_x2(pair, from + (n * 8 + lane % 8) * P_STRIDE + lane / 8 % 2 * 16);
+          to[0] = pair[0], to[1] = pair[1];
+        } else {
+          ldmatrix_x4(to, b + n * 8 * P_STRIDE + k * 32);
+        }
+      };
 #pragma unroll
       for (int k = 0; k < KEY_TILES; k += 2) {
-        u32 v[2][AT_ONCE][4];
 #pragma unroll
         for (int i = 0; i < 2 && k + i < KEY_TILES; i++)
 #pragma unroll
@@ -391,22 +426,17 @@ struct Leaves {
               const int tile = UNEVEN ? min(dim + m, VALUE_TILES - 1) : dim + m;
               ldmatrix_x4_trans(v[i][m], a + (k + i) * 16 * VALUE_STRIDE + tile * 32);
             }
+        fetch(k, 0);
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-          u32 q[4] = {};
-          if constexpr (KEY_TILES == 1) {
-            u32 pair[2];
-            ldmatrix_x2(pair, from + (n * 8 + lane % 8) * P_STRIDE + lane / 8 % 2 * 16);
-            q[0] = pair[0], q[1] = pair[1];
-          } else {
-            ldmatrix_x4(q, b + n * 8 * P_STRIDE + k * 32);
-          }
+          if (n + 1 < NT) fetch(k, n + 1);
 #pragma unroll
-          for (int m = 0; m < AT_ONCE; m++) {
-            if (m0 + m >= DIMS) break;
-            mma_bf16(sum[m][n], v[0][m], q[0], q[1]);
-            if (KEY_TILES > 1) mma_bf16(sum[m][n], v[1][m], q[2], q[3]);
-          }
+          for (int m = 0; m < AT_ONCE; m++)
+            if (m0 + m < DIMS) mma_bf16(sum[m][n], v[0][m], q[n % 2][0], q[n % 2][1]);
+#pragma unroll
+          for (int m = 0; m < AT_ONCE; m++)
+            if (KEY_TILES > 1 && m0 + m < DIMS)
+              mma_bf16(sum[m][n], v[1][m], q[n % 2][2], q[n % 2][3]);
         }
       }
       __syncwarp();  // no data: keeps the compiler from working on all value tiles at a time
@@ -499,74 +529,108 @@ struct Latent {
   float factor;
 };
 
-// One unit: see attention_work. wait(): before anything is read that the kernel in front writes.
-template <int NT, int FIT, class Wait>
-DEVICE void latent_unit(const Latent& x, const int4 unit, const int4 of, int tiles_of_part,
-                        unsigned char* memory, const Wait& wait) {
-  Leaves<NT, FIT> s(memory);
-  const int row_tiles = (x.H + 7) / 8, row = unit.x >> 8, rows = unit.x & 255;
-  const int first_tile = (unit.y >> 20) * tiles_of_part;
-  const int heads = min(tiles_of_part, row_tiles - first_tile);  // head tiles of a row here
-  const int begin = unit.z, end = unit.w, length = of.x, position = of.y;
-  const int* path = x.ancestors + (i64)row * x.depth;
-  const int* table = x.tables + (i64)of.z * x.max_pages;
-  int page = of.w;  // of the leaf that is loaded next
-  auto load = [&](int leaf, unsigned char* stage) {
-    const bf16* keys = x.pages + (i64)page * LEAF * KEY_WIDTH;
-    s.load(stage, 0, [&](int slot) {
-      const int at = leaf * LEAF + slot;
-      Row row = {keys + slot * KEY_WIDTH, at <= position};
-      if (at >= length) row.from = x.fresh + (row.there ? (i64)path[at - length] * KEY_WIDTH : 0);
-      return row;
-    });
-    if (leaf + 1 < end && (leaf + 1) * LEAF < length) page = table[leaf + 1];
-  };
-  if ((begin + 1) * LEAF <= length) load(begin, s.stages), wait();
-  else wait(), load(begin, s.stages);
-  s.begin([&](int column) {
-    const int n = column / 8, head = (first_tile + n % heads) * 8 + column % 8;
-    const bool there = n < rows * heads && head < x.H;
-    return Row{x.q + (there ? ((i64)(row + n / heads) * x.H + head) * KEY_WIDTH : 0), there};
+// A unit of attention_work.
+struct Unit {
+  int4 a, b;
+
+  DEVICE_METHOD int row() const { return a.x >> 8; }
+  DEVICE_METHOD int rows() const { return a.x & 255; }  // 0: behind the last
+  DEVICE_METHOD int part() const { return a.y >> 20; }  // of the heads
+  DEVICE_METHOD int slot() const { return a.y & 0xfffff; }
+  DEVICE_METHOD int begin() const { return a.z; }
+  DEVICE_METHOD int end() const { return a.w; }
+  DEVICE_METHOD int length() const { return b.x; }
+  DEVICE_METHOD int position() const { return b.y; }
+  DEVICE_METHOD int sequence() const { return b.z; }
+  DEVICE_METHOD int first_page() const { return b.w; }
+};
+
+DEVICE void load_leaf(const Latent& x, const Unit& u, int leaf, int page, unsigned char* stage) {
+  const bf16* keys = x.pages + (i64)page * LEAF * KEY_WIDTH;
+  const int* path = x.ancestors + (i64)u.row() * x.depth;
+  load_leaf(stage, 0, [&](int slot) {
+    const int at = leaf * LEAF + slot;
+    Row row = {keys + slot * KEY_WIDTH, at <= u.position()};
+    if (at >= u.length())
+      row.from = x.fresh + (row.there ? (i64)path[at - u.length()] * KEY_WIDTH : 0);
+    return row;
   });
-  for (int leaf = begin; leaf < end; leaf++) {
-    const int stage = x.stages == 2 ? (leaf - begin) % 2 : 0;
-    cp_async_wait<0>();
-    __syncthreads();  // the leaf has arrived; the one before has been read
-    if (x.stages == 2 && leaf + 1 < end) load(leaf + 1, s.stages + (1 - stage) * STAGE);
-    s.add(s.stages + stage * STAGE, x.factor,
-          [&](int slot, int) { return leaf * LEAF + slot <= position; });
-    if (x.stages == 1 && leaf + 1 < end) {
-      __syncthreads();  // the leaf has been read before the next is copied over it
-      load(leaf + 1, s.stages);
-    }
-  }
-  const int slot = unit.y & 0xfffff;
-  s.put(x.parts, x.values, rows * heads, [&](int n) {
-    return slot * x.all_tiles + (row + n / heads) * row_tiles + first_tile + n % heads;
-  });
-  __syncthreads();  // all is read before the next unit's copies
 }
 
-// Parts of spans of absorbed latent attention, unit by unit. grid: any, a second one at least behind
-// the last; block THREADS. The first units are read, and their committed keys fetched, while the
-// kernel in front still runs: it must be none that wrote them.
+// Works on u, whose first leaf is on its way to `stage`, and starts the first leaf of the next unit.
+// same: the columns are those of the unit before.
+template <int NT, int FIT, int PLACES>
+DEVICE void latent_unit(const Latent& x, const Unit& u, const Unit& next, bool same, int& stage,
+                        unsigned char* memory) {
+  Leaves<NT, FIT, PLACES> s(memory, x.stages);
+  const int row_tiles = (x.H + 7) / 8, first_tile = u.part() * (PLACES / 8);
+  const int heads = min(PLACES / 8, row_tiles - first_tile);  // head tiles of a row here
+  const int* table = x.tables + (i64)u.sequence() * x.max_pages;
+  if (!same)
+    s.load_queries([&](int column) {
+      const int n = column / 8, head = (first_tile + n % heads) * 8 + column % 8;
+      const bool there = n < u.rows() * heads && head < x.H;
+      const i64 at = (i64)(u.row() + n / heads) * x.H + head;
+      return Row{x.q + (there ? at * KEY_WIDTH : 0), there};
+    });
+  // A span that began in another unit: its leaves stay apart, for the fold to join in order.
+  const bool apart = u.begin() % SPAN != 0;
+  int slot = u.slot();
+  s.clear();
+  for (int leaf = u.begin(); leaf < u.end(); leaf++) {
+    const int page = (leaf + 1) * LEAF < u.length() ? table[leaf + 1] : 0;  // of the next leaf
+    cp_async_wait<0>();
+    __syncthreads();  // the leaf has arrived; the one before has been read
+    auto load_next = [&](unsigned char* to) {
+      if (leaf + 1 < u.end()) load_leaf(x, u, leaf + 1, page, to);
+      else if (next.rows()) load_leaf(x, next, next.begin(), next.first_page(), to);
+    };
+    if (x.stages == 2) load_next(memory + (1 - stage) * STAGE);
+    s.add(memory + stage * STAGE, x.factor,
+          [&](int key, int) { return leaf * LEAF + key <= u.position(); });
+    if (x.stages == 2) {
+      stage = 1 - stage;
+    } else {
+      __syncthreads();  // the leaf has been read before the next is copied over it
+      load_next(memory);
+    }
+    if (leaf + 1 < u.end() && !apart) continue;
+    s.put(x.parts, x.values, u.rows() * heads, [&](int n) {
+      return slot * x.all_tiles + (u.row() + n / heads) * row_tiles + first_tile + n % heads;
+    });
+    s.clear(), slot++;
+  }
+}
+
+// Parts of spans of absorbed latent attention, unit by unit. grid: any, as many empty units at least
+// behind the last; block THREADS. The first units are read, and their committed keys fetched, while
+// the kernel in front still runs: it must be none that wrote them.
 template <int NT>
 DEVICE void latent_spans_mma(const Latent& x, const int4* units) {
   extern __shared__ __align__(128) unsigned char memory[];
+  constexpr int FIT = NT == 8 ? 2 : 4;
   grid_dependency_launch();
-  auto wait = [] { grid_dependency_wait(); };  // every time after the first costs nothing
-  for (int u = blockIdx.x;; u += gridDim.x) {
-    const int4 unit = units[2 * u], of = units[2 * u + 1];
-    if (!unit.x) break;
-    const int row_tiles = min(NT, (x.H + 7) / 8 - (unit.y >> 20) * NT);
-    if (NT > 1 && (unit.x & 255) * row_tiles == 1) latent_unit<1, 1>(x, unit, of, NT, memory, wait);
-    else latent_unit<NT, NT == 4 ? 1 : NT == 2 ? 4 : 2>(x, unit, of, NT, memory, wait);
+  Unit u = {units[2 * blockIdx.x], units[2 * blockIdx.x + 1]};
+  const bool committed = (u.begin() + 1) * LEAF <= u.length();
+  if (u.rows() && committed) load_leaf(x, u, u.begin(), u.first_page(), memory);
+  grid_dependency_wait();
+  if (u.rows() && !committed) load_leaf(x, u, u.begin(), u.first_page(), memory);
+  int stage = 0, columns = -1, part = 0;
+  for (int i = blockIdx.x + gridDim.x; u.rows(); i += gridDim.x) {
+    const Unit next = {units[2 * i], units[2 * i + 1]};
+    const bool same = u.a.x == columns && u.part() == part;
+    columns = u.a.x, part = u.part();
+    const int heads = min(NT, (x.H + 7) / 8 - part * NT);
+    if (NT > 1 && u.rows() * heads == 1)
+      latent_unit<1, 1, 8 * NT>(x, u, next, same, stage, memory);
+    else
+      latent_unit<NT, FIT, 8 * NT>(x, u, next, same, stage, memory);
+    u = next;
   }
-  wait();
 }
 
-#define LATENT_SPANS(NT, RESIDENT)                                                                 \
-  extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) latent_spans_mma_##NT(           \
+#define LATENT_SPANS(NT)                                                                           \
+  KERNEL latent_spans_mma_##NT(                                                                    \
       const bf16* q, const bf16* pages, const bf16* fresh, const int* tables,                      \
       const int* ancestors, const int4* units /* [.., 2] of attention_work */, float4* parts,      \
       float4* values, int H, int max_pages, int depth, int all_tiles, int stages, float factor) {  \
@@ -574,51 +638,46 @@ DEVICE void latent_spans_mma(const Latent& x, const int4* units) {
                       values, H,     max_pages, depth,  all_tiles, stages, factor};                \
     latent_spans_mma<NT>(x, units);                                                                \
   }
-LATENT_SPANS(1, 2)
-LATENT_SPANS(2, 2)
-LATENT_SPANS(4, 2)
-LATENT_SPANS(8, 1)
+LATENT_SPANS(1)
+LATENT_SPANS(2)
+LATENT_SPANS(4)
+LATENT_SPANS(8)
 #endif
 
-// A part of softmax of this lane: values at dims g, g + 8 of N value tiles and columns 2t, 2t + 1; m:
-// maxima, sums.
-template <int N>
+// A part of softmax of this lane: values at dims g, g + 8 and columns 2t, 2t + 1; m: maxima, sums.
 struct Part {
-  float4 m, v[N];
+  float4 m, v;
 };
 
-template <int N>
-DEVICE void join(Part<N>& a, const Part<N>& b) {
+DEVICE void join(Part& a, const Part& b) {
   const float x = fmaxf(a.m.x, b.m.x), y = fmaxf(a.m.y, b.m.y);
   const float old_x = scale_of(a.m.x, x), now_x = scale_of(b.m.x, x);
   const float old_y = scale_of(a.m.y, y), now_y = scale_of(b.m.y, y);
-#pragma unroll
-  for (int i = 0; i < N; i++) {
-    a.v[i].x = __fmaf_rn(b.v[i].x, now_x, __fmul_rn(a.v[i].x, old_x));
-    a.v[i].y = __fmaf_rn(b.v[i].y, now_y, __fmul_rn(a.v[i].y, old_y));
-    a.v[i].z = __fmaf_rn(b.v[i].z, now_x, __fmul_rn(a.v[i].z, old_x));
-    a.v[i].w = __fmaf_rn(b.v[i].w, now_y, __fmul_rn(a.v[i].w, old_y));
-  }
+  a.v.x = __fmaf_rn(b.v.x, now_x, __fmul_rn(a.v.x, old_x));
+  a.v.y = __fmaf_rn(b.v.y, now_y, __fmul_rn(a.v.y, old_y));
+  a.v.z = __fmaf_rn(b.v.z, now_x, __fmul_rn(a.v.z, old_x));
+  a.v.w = __fmaf_rn(b.v.w, now_y, __fmul_rn(a.v.w, old_y));
   a.m.z = __fmaf_rn(b.m.z, now_x, __fmul_rn(a.m.z, old_x));
   a.m.w = __fmaf_rn(b.m.w, now_y, __fmul_rn(a.m.w, old_y));
   a.m.x = x, a.m.y = y;
 }
 
-// All parts of one column tile and N value tiles, folded inside spans, then over spans. begin(span) is
+// All parts of one column tile and one value tile, folded inside spans, then over spans. begin(span) is
 // the first part of a span. `split` warps share the spans out and meet in `shared` [WARPS, MEET, 32];
 // the first of them returns the whole. All threads of the block call. What is joined first is copied:
 // a part is never -0, so nothing changes.
+#define FOLD extern "C" __global__ void __launch_bounds__(THREADS, 2)
 constexpr int MEET = 4;  // spans of a warp between two meetings
-template <int N, class Begin>
-DEVICE Part<N> fold_parts(const float4* parts, i64 part_stride, const float4* values, i64 stride,
+template <class Begin>
+DEVICE Part fold_parts(const float4* parts, i64 part_stride, const float4* values, i64 stride,
                           int spans, int split, unsigned char* memory, const Begin& begin) {
-  constexpr int AHEAD = 8 / N;
+  constexpr int AHEAD = 8;
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, turn = warp % split;
   const int each = split == 1 ? spans : min(MEET, (spans + split - 1) / split);
-  Part<N>* shared = (Part<N>*)memory;
-  Part<N> all, sum;
+  Part* shared = (Part*)memory;
+  Part all, sum;
   bool first_span = true, first_part = true;
-  auto put = [](Part<N>& a, const Part<N>& b, bool& first) {
+  auto put = [](Part& a, const Part& b, bool& first) {
     if (first) a = b;
     else join(a, b);
     first = false;
@@ -626,20 +685,19 @@ DEVICE Part<N> fold_parts(const float4* parts, i64 part_stride, const float4* va
   for (int round = 0; round < spans; round += each * split) {
     int span = min(spans, round + turn * each), next = begin(span + 1);
     const int start = begin(span), end = begin(min(spans, span + each));
-    Part<N>* mine = shared + warp * MEET * 32 + lane;
+    Part* mine = shared + warp * MEET * 32 + lane;
     auto end_span = [&] {
       if (split == 1) put(all, sum, first_span);
       else *mine = sum, mine += 32;
       first_part = true;
     };
     for (int k = start; k < end; k += AHEAD) {
-      Part<N> loaded[AHEAD];
+      Part loaded[AHEAD];
 #pragma unroll
       for (int i = 0; i < AHEAD; i++) {
         if (k + i >= end) continue;
         loaded[i].m = parts[(k + i) * part_stride + lane % 4];
-#pragma unroll
-        for (int j = 0; j < N; j++) loaded[i].v[j] = values[(k + i) * stride + 32 * j + lane];
+        loaded[i].v = values[(k + i) * stride + lane];
       }
 #pragma unroll
       for (int i = 0; i < AHEAD; i++) {
@@ -652,6 +710,7 @@ DEVICE Part<N> fold_parts(const float4* parts, i64 part_stride, const float4* va
     if (split == 1) break;
     __syncthreads();  // every warp's spans are there
     if (turn == 0)
+#pragma unroll 4
       for (int i = 0; i < min(spans - round, each * split); i++)
         put(all, shared[((warp + i / each) * MEET + i % each) * 32 + lane], first_span);
     __syncthreads();  // all are read before the next ones are put there
@@ -660,66 +719,48 @@ DEVICE Part<N> fold_parts(const float4* parts, i64 part_stride, const float4* va
 }
 
 // Columns 2t, 2t + 1 of the folded part, divided by their sums. out_of(column): a row of out, or null.
-template <int N, class OutOf>
-DEVICE void put_row(const Part<N>& all, int tile, bool empty, const OutOf& out_of) {
-  const int lane = threadIdx.x & 31, t = lane % 4;
-  const float sums[2] = {all.m.z, all.m.w};
+template <class OutOf>
+DEVICE void put_row(const Part& all, int tile, bool empty, const OutOf& out_of) {
+  const int lane = threadIdx.x & 31, t = lane % 4, dim = tile * 16 + lane / 4;
+  const float values[2][2] = {{all.v.x, all.v.z}, {all.v.y, all.v.w}}, sums[2] = {all.m.z, all.m.w};
 #pragma unroll
   for (int c = 0; c < 2; c++) {
     bf16* out = out_of(2 * t + c);
 #pragma unroll
-    for (int j = 0; j < N; j++) {
-      const float4 v = all.v[j];
-      const float values[2] = {c ? v.y : v.x, c ? v.w : v.z};
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int dim = (tile + j) * 16 + lane / 4 + 8 * i;
-        if (out && dim < VALUE_WIDTH)
-          store(out + dim, empty ? 0.0f : __fdiv_rn(values[i], sums[c]));
-      }
-    }
+    for (int i = 0; i < 2; i++)
+      if (out && dim + 8 * i < VALUE_WIDTH)
+        store(out + dim + 8 * i, empty ? 0.0f : __fdiv_rn(values[c][i], sums[c]));
   }
 }
 
 #if !APART
-// out = folded value / folded sum, rounded. grid (ceil(ceil(VALUE_TILES / N) * split / WARPS),
-// all_tiles); shared for split > 1: WARPS * MEET * 1024 bytes; then N = 1.
-template <int N>
-DEVICE void latent_fold(const float4* parts, const float4* values, const int4* rows, bf16* out,
-                        int H, int all_tiles, int split) {
+// out = folded value / folded sum, rounded. grid (ceil(VALUE_TILES * split / WARPS), all_tiles); shared
+// for split > 1: WARPS * MEET * 1024 bytes.
+FOLD latent_fold_mma(const float4* parts,   // [slots, all_tiles, 4]
+                     const float4* values,  // [slots, all_tiles, VALUE_TILES, 32]
+                     const int4* rows,      // [n] of attention_work; a filler row becomes zero
+                     bf16* out,             // [n, H, VALUE_WIDTH]
+                     int H, int all_tiles, int split) {
   extern __shared__ __align__(16) unsigned char memory[];
-  const int tile = (blockIdx.x * WARPS + threadIdx.x / 32) / split * N, row_tiles = (H + 7) / 8;
+  const int tile = (blockIdx.x * WARPS + threadIdx.x / 32) / split, row_tiles = (H + 7) / 8;
   const int row = blockIdx.y / row_tiles, head = blockIdx.y % row_tiles * 8;
   grid_dependency_launch();
   const int4 of = rows[row];
-  const int own = of.x, leaves = of.z, units = of.z ? (own + of.y - 1) / of.y : 0;
-  const int span_units = of.y == 1 ? SPAN : 1;
-  const i64 at = (i64)blockIdx.y * VALUE_TILES + min(tile, (VALUE_TILES - 1) / N * N);
+  const int own = of.x, leaves = of.z, span_parts = 1 + SPAN - of.y;
+  const i64 at = (i64)blockIdx.y * VALUE_TILES + min(tile, VALUE_TILES - 1);
   grid_dependency_wait();
-  const Part<N> all = fold_parts<N>(
+  const Part all = fold_parts(
       parts + (i64)blockIdx.y * 4, (i64)all_tiles * 4, values + at * 32,
       (i64)all_tiles * VALUE_TILES * 32, (leaves + SPAN - 1) / SPAN, split, memory,
       [&](int span) {
-        return min(units, span * span_units) + max(0, min(leaves, span * SPAN) - own);
+        const int shared = span * SPAN < own ? span * span_parts : of.w;
+        return shared + max(0, min(leaves, span * SPAN) - own);
       });
   if (tile >= VALUE_TILES || threadIdx.x / 32 % split) return;
   put_row(all, tile, leaves == 0, [&](int column) {
     return head + column < H ? out + ((i64)row * H + head + column) * VALUE_WIDTH : nullptr;
   });
 }
-
-#define LATENT_FOLD(N)                                                                             \
-  KERNEL latent_fold_mma_##N(const float4* parts /* [slots, all_tiles, 4] */,                      \
-                             const float4* values /* [slots, all_tiles, VALUE_TILES, 32] */,       \
-                             const int4* rows /* [n] of attention_work; filler becomes zero */,    \
-                             bf16* out /* [n, H, VALUE_WIDTH] */, int H, int all_tiles,            \
-                             int split) {                                                          \
-    latent_fold<N>(parts, values, rows, out, H, all_tiles, split);                                 \
-  }
-LATENT_FOLD(1)
-#if VALUE_TILES % 4 == 0
-LATENT_FOLD(4)
-#endif
 #endif
 
 #if APART
@@ -756,7 +797,7 @@ DEVICE void block_spans_mma(const bf16* q, const bf16* kv, const bf16* pages, co
                             float4* parts, float4* values, const Blocks& of, int max_pages,
                             float factor) {
   extern __shared__ __align__(128) unsigned char memory[];
-  Leaves<NT, 2> s(memory);
+  Leaves<NT, 2> s(memory, 1);
   grid_dependency_launch();
   grid_dependency_wait();
   const int each = of.leaves_of_unit(), group = of.group(), tiles = of.column_tiles();
@@ -776,21 +817,22 @@ DEVICE void block_spans_mma(const bf16* q, const bf16* kv, const bf16* pages, co
       const bf16* context = pages + (i64)page * LEAF * entry + head * KEY_WIDTH;
       const bf16* from = leaf == own ? rows : context;
       const int there = leaf == own ? n : length - leaf * LEAF;
-      s.load(s.stages, of.KV * KEY_WIDTH, [&](int key) {
+      load_leaf(memory, of.KV * KEY_WIDTH, [&](int key) {
         return Row{from + (key < there ? (i64)key * entry : 0), key < there};
       });
     };
     load(begin);
-    s.begin([&](int column) {
+    s.load_queries([&](int column) {
       const int c = tile * 8 + column;
       const bool there = c < n * group;
       const i64 at = ((i64)b * n + c / group) * of.H + head * group + c % group;
       return Row{q + (there ? at * KEY_WIDTH : 0), there};
     });
+    s.clear();
     for (int leaf = begin; leaf < end; leaf++) {
       cp_async_wait<0>();
       __syncthreads();  // the leaf has arrived
-      s.add(s.stages, factor, [&](int key, int column) {
+      s.add(memory, factor, [&](int key, int column) {
         if (leaf == own) return key < n;
         const int at = leaf * LEAF + key, position = length + (tile * 8 + column) / group;
         return at < length && (!of.window || position - at < of.window);
@@ -799,7 +841,8 @@ DEVICE void block_spans_mma(const bf16* q, const bf16* kv, const bf16* pages, co
       if (leaf + 1 < end) load(leaf + 1);
     }
     const int all_tiles = of.B * of.KV * tiles, first = (b * of.KV + head) * tiles + tile;
-    s.put(parts, values, min(NT, tiles - tile), [&](int column) { return slot * all_tiles + first + column; });
+    s.put(parts, values, min(NT, tiles - tile),
+          [&](int column) { return slot * all_tiles + first + column; });
   }
 }
 
@@ -819,7 +862,7 @@ BLOCK_SPANS(4, 2)
 BLOCK_SPANS(8, 1)
 
 // As latent_fold_mma_1; all_tiles: ceil(n * group / 8) for every block and key head.
-KERNEL block_fold_mma(const float4* parts, const float4* values, const int* lengths,
+FOLD block_fold_mma(const float4* parts, const float4* values, const int* lengths,
                       bf16* out,  // [B * n, H, d]
                       int B, int n, int H, int KV, int window, int column_parts, int blocks,
                       int slots, int split) {
@@ -834,7 +877,7 @@ KERNEL block_fold_mma(const float4* parts, const float4* values, const int* leng
   const int each = of.leaves_of_unit(), first = of.first_leaf(b), units = of.units(b, each);
   const int span_units = each == 1 ? SPAN : 1;
   const int spans = of.own_leaf(b) / SPAN - first / SPAN + 1;
-  const Part<1> all = fold_parts<1>(
+  const Part all = fold_parts(
       parts + (i64)blockIdx.y * 4, all_tiles * 4, values + at * 32, all_tiles * VALUE_TILES * 32,
       spans, split, memory, [&](int span) {
         return max(0, min(units, (first / SPAN + span) * span_units - first / each));

@@ -1164,7 +1164,6 @@ class TensorCoreKernels:
 MAX_TENSOR_LEAF = 16 * WARPS  # positions of a leaf: a warp takes the scores of 16
 PARTS_BYTES = 512 << 20  # of the parts of spans at most, if one row allows
 WORK_ROWS = 1024  # of one launch of attention_work
-FOLD_TOGETHER = 24  # column tiles from which on a warp of the fold takes four value tiles
 MEET = 4  # spans that a warp of the fold brings to a meeting
 
 
@@ -1172,20 +1171,18 @@ MEET = 4  # spans that a warp of the fold brings to a meeting
 class ColumnTile:
     """A variant of the attention kernels: `tiles` times 8 columns (row, head) of a block.
 
-    resident  blocks a multiprocessor
-    most      column tiles of a forward up to which it is the variant to take
+    most  column tiles of a forward up to which it is the variant to take
     """
 
     tiles: int
-    resident: int
     most: int
 
 
 COLUMN_TILES = (
-    ColumnTile(1, resident=2, most=1),
-    ColumnTile(2, resident=2, most=3),
-    ColumnTile(4, resident=2, most=24),
-    ColumnTile(8, resident=1, most=INT32_MAX),
+    ColumnTile(1, most=8),
+    ColumnTile(2, most=16),
+    ColumnTile(4, most=24),
+    ColumnTile(8, most=INT32_MAX),
 )
 
 
@@ -1252,7 +1249,7 @@ class TensorCoreAttention:
         most = self.launcher.limits.shared_bytes
         enough = next(t.tiles for t in COLUMN_TILES if column_tiles <= t.most)
         for tile in reversed(COLUMN_TILES):
-            for stages in (2, 1) if tile.resident == 1 else (1,):
+            for stages in (2, 1):
                 need = shape.shared_bytes(tile.tiles, stages)
                 if tile.tiles <= enough and need <= most:
                     return tile, stages, need
@@ -1283,10 +1280,8 @@ class TensorCoreAttention:
     def _plan_rows(self, plan, shape, row_tiles: int, first: int, n: int, spans: int, behind: int):
         tile, stages, need = self._variant(shape, n * row_tiles)
         together, head_parts = max(1, tile.tiles // row_tiles), _ceil(row_tiles, tile.tiles)
-        limits, leaves = self.launcher.limits, plan.reach // shape.leaf + 1
-        resident = max(1, min(tile.resident, limits.shared_bytes // need))
-        blocks = resident * limits.processors
-        alone = blocks // (_ceil(n, together) * head_parts)  # leaves a block each, if all fit
+        blocks, leaves = self.launcher.limits.processors, plan.reach // shape.leaf + 1
+        alone = 2 * blocks // (_ceil(n, together) * head_parts)  # leaves of a group in two turns
         slots = max(spans, min(leaves, alone) + behind)
         most = n * head_parts * slots
         work = AttentionWork(
@@ -1296,7 +1291,7 @@ class TensorCoreAttention:
         self._launch(
             "attention_work", "attention_work", (1,), plan.positions, plan.sequence, plan.lengths,
             plan.tables, plan.ancestors, work.units, work.rows, first, n, plan.ancestors.shape[1],
-            plan.tables.shape[1], together, head_parts, work.blocks, slots,
+            plan.tables.shape[1], together, head_parts, row_tiles, work.blocks, slots,
             shared_bytes=16 * n, defines=(("LEAF", shape.leaf), ("SPAN", shape.span)),
         )  # fmt: skip
         return work
@@ -1317,8 +1312,7 @@ class TensorCoreAttention:
                 shared_bytes=work.shared_bytes, defines=shape.defines, dependent=planned,
             )  # fmt: skip
             args = parts, values, work.rows, out[rows], heads, all_tiles
-            together = 4 if shape.value_tiles % 4 == 0 and all_tiles >= FOLD_TOGETHER else 1
-            self._fold_mma(f"latent_fold_mma_{together}", shape, all_tiles, args, together)
+            self._fold_mma("latent_fold_mma", shape, all_tiles, args)
         return out
 
     def _block_attention_mma(self, q, kv, pages, tables, lengths, window, factor, shape):
@@ -1344,13 +1338,11 @@ class TensorCoreAttention:
         self._fold_mma("block_fold_mma", shape, all_tiles, args)
         return out
 
-    def _fold_mma(self, kernel: str, shape: AttentionShape, all_tiles: int, args, together=1):
-        """split: warps that share the spans of a tile, many where there are few tiles.
-
-        together: value tiles of a warp
-        """
-        split = next((s for s in (8, 4, 2) if all_tiles * s <= 16), 1)
-        grid = _ceil(shape.value_tiles // together * split, WARPS), all_tiles
+    def _fold_mma(self, kernel: str, shape: AttentionShape, all_tiles: int, args: tuple) -> None:
+        """split: warps that share the spans of a tile, as many as two blocks a processor hold."""
+        room = 2 * WARPS * self.launcher.limits.processors // (shape.value_tiles * all_tiles)
+        split = next((s for s in (8, 4, 2) if s <= room), 1)
+        grid = _ceil(shape.value_tiles * split, WARPS), all_tiles
         self._launch(
             "attention_mma", kernel, grid, *args, split, defines=shape.defines,
             shared_bytes=WARPS * MEET * 1024 if split > 1 else 0, dependent=True,
