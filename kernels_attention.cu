@@ -186,7 +186,7 @@ KERNEL attention_work(const int* positions,  // [T]
 // ==== attention_mma ====
 
 // -DKEY_WIDTH, VALUE_WIDTH, LEAF, SPAN as in the section attention. -DAPART: a value is not the front
-// of its key. Shared memory: see attention_mma_bytes in ops.py.
+// of its key. -DSTAGES: leaves in shared memory, 1 or 2. Bytes: see AttentionShape in ops.py.
 static_assert(LEAF % 16 == 0 && LEAF <= 16 * WARPS && (LEAF & (LEAF - 1)) == 0, "whole key tiles");
 static_assert(KEY_WIDTH % 8 == 0, "keys are copied 16 bytes at a time");
 constexpr int KEY_TILES = LEAF / 16;
@@ -282,9 +282,9 @@ struct Leaves {
   float folded[DIMS][NT][4];  // of this lane: dims g, g + 8 of a tile, columns 2t, 2t + 1
   float top, total;           // of column threadIdx.x
 
-  // memory: `stages` leaves, then the above.
-  DEVICE_METHOD Leaves(unsigned char* memory, int stages) {
-    queries = memory + stages * STAGE, p = queries + PLACES * STRIDE;
+  // memory: STAGES leaves, then the above.
+  DEVICE_METHOD Leaves(unsigned char* memory) {
+    queries = memory + STAGES * STAGE, p = queries + PLACES * STRIDE;
     factors = (float2*)(p + (P_IN_KEYS ? 0 : PLACES * P_STRIDE));
     maxima = (float*)(factors + PLACES), sums = maxima + KEY_TILES * PLACES;
     lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -525,7 +525,7 @@ struct Latent {
   const int* ancestors; // [n, depth]
   float4* parts;        // [slots, all_tiles, 4]: maxima (log2) of columns 2t, 2t + 1, then their sums
   float4* values;       // [slots, all_tiles, VALUE_TILES, 32]
-  int H, max_pages, depth, all_tiles, stages;
+  int H, max_pages, depth, all_tiles;
   float factor;
 };
 
@@ -557,12 +557,12 @@ DEVICE void load_leaf(const Latent& x, const Unit& u, int leaf, int page, unsign
   });
 }
 
-// Works on u, whose first leaf is on its way to `stage`, and starts the first leaf of the next unit.
-// same: the columns are those of the unit before.
+// Works on u, whose first leaf is on its way to `stage`, and starts the first leaf of the next unit,
+// which is read where it is needed: registers are short. same: the columns are those of the unit before.
 template <int NT, int FIT, int PLACES>
-DEVICE void latent_unit(const Latent& x, const Unit& u, const Unit& next, bool same, int& stage,
+DEVICE void latent_unit(const Latent& x, const Unit& u, const int4* next_unit, bool same, int& stage,
                         unsigned char* memory) {
-  Leaves<NT, FIT, PLACES> s(memory, x.stages);
+  Leaves<NT, FIT, PLACES> s(memory);
   const int row_tiles = (x.H + 7) / 8, first_tile = u.part() * (PLACES / 8);
   const int heads = min(PLACES / 8, row_tiles - first_tile);  // head tiles of a row here
   const int* table = x.tables + (i64)u.sequence() * x.max_pages;
@@ -578,23 +578,28 @@ DEVICE void latent_unit(const Latent& x, const Unit& u, const Unit& next, bool s
   int slot = u.slot();
   s.clear();
   for (int leaf = u.begin(); leaf < u.end(); leaf++) {
-    const int page = (leaf + 1) * LEAF < u.length() ? table[leaf + 1] : 0;  // of the next leaf
+    const bool last = leaf + 1 == u.end();
+    Unit next;
+    int page = 0;  // of the next leaf
+    if (last) next = Unit{next_unit[0], next_unit[1]};
+    else if ((leaf + 1) * LEAF < u.length()) page = table[leaf + 1];
     cp_async_wait<0>();
     __syncthreads();  // the leaf has arrived; the one before has been read
     auto load_next = [&](unsigned char* to) {
-      if (leaf + 1 < u.end()) load_leaf(x, u, leaf + 1, page, to);
-      else if (next.rows()) load_leaf(x, next, next.begin(), next.first_page(), to);
+      const Unit of = last ? next : u;
+      if (of.rows())
+        load_leaf(x, of, last ? of.begin() : leaf + 1, last ? of.first_page() : page, to);
     };
-    if (x.stages == 2) load_next(memory + (1 - stage) * STAGE);
+    if (STAGES == 2) load_next(memory + (1 - stage) * STAGE);
     s.add(memory + stage * STAGE, x.factor,
           [&](int key, int) { return leaf * LEAF + key <= u.position(); });
-    if (x.stages == 2) {
+    if (STAGES == 2) {
       stage = 1 - stage;
     } else {
       __syncthreads();  // the leaf has been read before the next is copied over it
       load_next(memory);
     }
-    if (leaf + 1 < u.end() && !apart) continue;
+    if (!last && !apart) continue;
     s.put(x.parts, x.values, u.rows() * heads, [&](int n) {
       return slot * x.all_tiles + (u.row() + n / heads) * row_tiles + first_tile + n % heads;
     });
@@ -615,17 +620,18 @@ DEVICE void latent_spans_mma(const Latent& x, const int4* units) {
   if (u.rows() && committed) load_leaf(x, u, u.begin(), u.first_page(), memory);
   grid_dependency_wait();
   if (u.rows() && !committed) load_leaf(x, u, u.begin(), u.first_page(), memory);
-  int stage = 0, columns = -1, part = 0;
-  for (int i = blockIdx.x + gridDim.x; u.rows(); i += gridDim.x) {
-    const Unit next = {units[2 * i], units[2 * i + 1]};
-    const bool same = u.a.x == columns && u.part() == part;
-    columns = u.a.x, part = u.part();
-    const int heads = min(NT, (x.H + 7) / 8 - part * NT);
-    if (NT > 1 && u.rows() * heads == 1)
+  int stage = 0;
+  bool same = false;
+  while (u.rows()) {
+    units += 2 * gridDim.x;
+    const int4* next = units + 2 * blockIdx.x;
+    if (NT > 1 && u.rows() * min(NT, (x.H + 7) / 8 - u.part() * NT) == 1)
       latent_unit<1, 1, 8 * NT>(x, u, next, same, stage, memory);
     else
       latent_unit<NT, FIT, 8 * NT>(x, u, next, same, stage, memory);
-    u = next;
+    const Unit then = {next[0], next[1]};
+    same = u.a.x == then.a.x && u.part() == then.part();
+    u = then;
   }
 }
 
@@ -633,9 +639,9 @@ DEVICE void latent_spans_mma(const Latent& x, const int4* units) {
   KERNEL latent_spans_mma_##NT(                                                                    \
       const bf16* q, const bf16* pages, const bf16* fresh, const int* tables,                      \
       const int* ancestors, const int4* units /* [.., 2] of attention_work */, float4* parts,      \
-      float4* values, int H, int max_pages, int depth, int all_tiles, int stages, float factor) {  \
+      float4* values, int H, int max_pages, int depth, int all_tiles, float factor) {              \
     const Latent x = {q,      pages, fresh,     tables, ancestors, parts,                          \
-                      values, H,     max_pages, depth,  all_tiles, stages, factor};                \
+                      values, H,     max_pages, depth,  all_tiles, factor};                        \
     latent_spans_mma<NT>(x, units);                                                                \
   }
 LATENT_SPANS(1)
@@ -666,7 +672,6 @@ DEVICE void join(Part& a, const Part& b) {
 // the first part of a span. `split` warps share the spans out and meet in `shared` [WARPS, MEET, 32];
 // the first of them returns the whole. All threads of the block call. What is joined first is copied:
 // a part is never -0, so nothing changes.
-#define FOLD extern "C" __global__ void __launch_bounds__(THREADS, 2)
 constexpr int MEET = 4;  // spans of a warp between two meetings
 template <class Begin>
 DEVICE Part fold_parts(const float4* parts, i64 part_stride, const float4* values, i64 stride,
@@ -736,7 +741,7 @@ DEVICE void put_row(const Part& all, int tile, bool empty, const OutOf& out_of) 
 #if !APART
 // out = folded value / folded sum, rounded. grid (ceil(VALUE_TILES * split / WARPS), all_tiles); shared
 // for split > 1: WARPS * MEET * 1024 bytes.
-FOLD latent_fold_mma(const float4* parts,   // [slots, all_tiles, 4]
+extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_fold_mma(const float4* parts,   // [slots, all_tiles, 4]
                      const float4* values,  // [slots, all_tiles, VALUE_TILES, 32]
                      const int4* rows,      // [n] of attention_work; a filler row becomes zero
                      bf16* out,             // [n, H, VALUE_WIDTH]
@@ -797,7 +802,7 @@ DEVICE void block_spans_mma(const bf16* q, const bf16* kv, const bf16* pages, co
                             float4* parts, float4* values, const Blocks& of, int max_pages,
                             float factor) {
   extern __shared__ __align__(128) unsigned char memory[];
-  Leaves<NT, 2> s(memory, 1);
+  Leaves<NT, 2> s(memory);
   grid_dependency_launch();
   grid_dependency_wait();
   const int each = of.leaves_of_unit(), group = of.group(), tiles = of.column_tiles();
@@ -862,7 +867,7 @@ BLOCK_SPANS(4, 2)
 BLOCK_SPANS(8, 1)
 
 // As latent_fold_mma_1; all_tiles: ceil(n * group / 8) for every block and key head.
-FOLD block_fold_mma(const float4* parts, const float4* values, const int* lengths,
+KERNEL block_fold_mma(const float4* parts, const float4* values, const int* lengths,
                       bf16* out,  // [B * n, H, d]
                       int B, int n, int H, int KV, int window, int column_parts, int blocks,
                       int slots, int split) {

@@ -1204,12 +1204,9 @@ class AttentionShape:
     def value_tiles(self) -> int:
         return _ceil(self.value, 16)
 
-    @property
-    def defines(self) -> Defines:
-        return (
-            *attention_defines(self.key, self.value, self.leaf, self.span),
-            ("APART", int(self.apart)),
-        )
+    def defines(self, stages: int) -> Defines:
+        widths = attention_defines(self.key, self.value, self.leaf, self.span)
+        return (*widths, ("APART", int(self.apart)), ("STAGES", stages))
 
     def shared_bytes(self, tiles: int, stages: int) -> int:
         """Of a block with so many column tiles and leaves in flight."""
@@ -1308,11 +1305,12 @@ class TensorCoreAttention:
             self._launch(
                 "attention_mma", f"latent_spans_mma_{work.tile.tiles}", (work.blocks,), q[rows],
                 pages, fresh, plan.tables, plan.ancestors[rows], work.units, parts, values, heads,
-                plan.tables.shape[1], plan.ancestors.shape[1], all_tiles, work.stages, factor,
-                shared_bytes=work.shared_bytes, defines=shape.defines, dependent=planned,
+                plan.tables.shape[1], plan.ancestors.shape[1], all_tiles, factor,
+                shared_bytes=work.shared_bytes, defines=shape.defines(work.stages),
+                dependent=planned,
             )  # fmt: skip
             args = parts, values, work.rows, out[rows], heads, all_tiles
-            self._fold_mma("latent_fold_mma", shape, all_tiles, args)
+            self._fold_mma("latent_fold_mma", shape, work.stages, all_tiles, args)
         return out
 
     def _block_attention_mma(self, q, kv, pages, tables, lengths, window, factor, shape):
@@ -1332,19 +1330,19 @@ class TensorCoreAttention:
         self._launch(
             "attention_mma", f"block_spans_mma_{tile.tiles}", (min(at_once, units * slots),), q, kv,
             pages, lengths, tables, parts, values, *sizes, max_pages, factor,
-            shared_bytes=need, defines=shape.defines, dependent=True,
+            shared_bytes=need, defines=shape.defines(1), dependent=True,
         )  # fmt: skip
         args = parts, values, lengths, out, *sizes
-        self._fold_mma("block_fold_mma", shape, all_tiles, args)
+        self._fold_mma("block_fold_mma", shape, 1, all_tiles, args)
         return out
 
-    def _fold_mma(self, kernel: str, shape: AttentionShape, all_tiles: int, args: tuple) -> None:
+    def _fold_mma(self, kernel: str, shape: AttentionShape, stages: int, all_tiles: int, args):
         """split: warps that share the spans of a tile, as many as two blocks a processor hold."""
         room = 2 * WARPS * self.launcher.limits.processors // (shape.value_tiles * all_tiles)
         split = next((s for s in (8, 4, 2) if s <= room), 1)
         grid = _ceil(shape.value_tiles * split, WARPS), all_tiles
         self._launch(
-            "attention_mma", kernel, grid, *args, split, defines=shape.defines,
+            "attention_mma", kernel, grid, *args, split, defines=shape.defines(stages),
             shared_bytes=WARPS * MEET * 1024 if split > 1 else 0, dependent=True,
         )  # fmt: skip
 
