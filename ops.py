@@ -1497,13 +1497,18 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         count."""
         a, heads = self.act.itemsize, model.num_attention_heads
         latent, spans = model.kv_lora_rank, reach // (leaf * span) + 1
-        attention = heads * (spans * (latent + 2) * 4 + (2 * latent + model.qk_rope_head_dim) * a)
+        attention = heads * (2 * latent + model.qk_rope_head_dim) * a
+        parts = rows * heads * spans * (latent + 2) * 4
+        if self.tensor_attention:  # see _attention_work; a part a leaf where there are few rows
+            turns = 2 * self.launcher.limits.processors * COLUMN_TILES[-1].tiles * 8
+            parts = min(parts + turns * (latent + 2) * 4, PARTS_BYTES)
         experts = model.num_experts_per_tok * model.moe_intermediate_size * a
         dense = model.intermediate_size * a + model.hidden_size * (4 * a + 4 * 10)  # 8 leaves, sums
         entries = model.num_hidden_layers * (latent + model.qk_rope_head_dim) * a
         scores = model.vocab_size * (4 + 4 + 4)  # logits, penalised, drafts with noise
         scores += BINS * (8 + 4) + min(LISTED, model.vocab_size) * 8  # of filters
-        return rows * (attention + experts + dense + entries + 4 * rows) + logits * scores
+        rest = attention + experts + dense + entries + 4 * rows
+        return rows * rest + parts + logits * scores
 
     def reload(self) -> list[str]:
         """Read the sources again; returns the changed sections. Nothing changes on an error."""
