@@ -28,6 +28,8 @@ time, ascending, after cutting a leaf in equal parts that join pairwise:
                                     columns and at least 128 in a part (7168: 8; 1536: 8; 256: 2)
     router                          likewise, up to 32
     routed experts' down_proj       1: one warp adds a leaf of a whole expert
+    a score of attention            2: even and odd steps of 16 columns (kernels_attention.cu)
+    attention P.V                   1: 16 positions at a time
 
 Rounding map: the places where a value is cast to the activation type (a no-op for float32).
 
