@@ -128,10 +128,14 @@ KERNEL attention_work(const int* positions,  // [T]
   for (int turn = SPAN; turn > 0; turn--) {
     if (SPAN % turn) continue;
     count(turn);
-    const i64 units = (i64)block_join(of_groups + of_rows, between, add) * head_parts;
+    const i64 of_shared = (i64)block_join(of_groups, between, add) * head_parts;
+    const i64 single = (i64)block_join(of_rows, between, add) * head_parts;
     const i64 parts = (i64)block_join(of_parts, between, add) * row_tiles;
     const int longest = block_join(most, between, larger);
-    const i64 cost = (units + blocks - 1) / blocks * turn * 1000 + parts + 8 * longest;
+    const i64 turns = (of_shared + blocks - 1) / blocks;  // single units fill up the last of them
+    const i64 late = max((i64)0, single - (turns * blocks - of_shared) * turn);
+    const i64 in_turn = turns * turn + (late + blocks - 1) / blocks;
+    const i64 cost = in_turn * 1000 + parts + 8 * longest;
     if (longest <= slots && (least < 0 || cost < least)) each = turn, least = cost;
   }
   count(each);

@@ -1179,8 +1179,8 @@ class ColumnTile:
 
 
 COLUMN_TILES = (
-    ColumnTile(1, most=8),
-    ColumnTile(2, most=16),
+    ColumnTile(1, most=4),
+    ColumnTile(2, most=8),
     ColumnTile(4, most=24),
     ColumnTile(8, most=INT32_MAX),
 )
