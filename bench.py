@@ -5,6 +5,7 @@
     python bench.py ops                        # operations at K2.6's shapes, on an NVIDIA GPU
     python bench.py reduce --tp 2              # sums across GPUs, by every way
     python bench.py step                       # a decode step and its parts, scripted drafts
+    python bench.py prefill                    # a prompt, by the size of its pieces
 
 Stands on the engine as a user does; the engine never imports it.
 """
@@ -36,7 +37,7 @@ from sampling import SamplingParams
 
 HELD_OUT = Path(__file__).parent / "tests" / "data" / "heldout_prompts.jsonl"
 NAMES = ("op", "T", "context", "temperature", "mode")  # that say what a row is of
-MEASURES = {"µs": -1, "tok/s": 1, "ms a step": -1, "tau": 1, "drafter": -1, "tree": -1}
+MEASURES = {"µs": -1, "ms": -1, "tok/s": 1, "ms a step": -1, "tau": 1, "drafter": -1, "tree": -1}
 MEASURES |= {f"tok/ms {quality}": 1 for quality in ("perfect", "good", "mixed", "wrong")}
 NOISE = 0.04  # of a figure: clocks differ by so much between runs
 PROMPT = "import os\n\n\nclass Cache:\n    def __init__(self, size):\n"
@@ -45,7 +46,7 @@ PROMPT = "import os\n\n\nclass Cache:\n    def __init__(self, size):\n"
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("what", choices=("speed", "acceptance", "ops", "reduce", "step"))
+    add("what", choices=("speed", "acceptance", "step", "prefill", "ops", "reduce"))
     add("--config", default="nano.yaml")
     add("--device", choices=("auto", "cuda", "cpu", "emulate"), default="auto")
     add("--max-tokens", type=int, default=96)
@@ -57,15 +58,15 @@ def main(argv: list[str] | None = None) -> int:
     add("--prompts", type=int, default=100, help="of acceptance: so many of the file")
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="of acceptance")
     add("--temperature", type=float, default=1.0, help="of step (%(default)s)")
-    add("--contexts", type=int, nargs="+", default=[1000], help="of step: tokens of the prompt")
+    add("--contexts", type=int, nargs="+", help="tokens of the prompt: of step 1000, prefill 4096")
     add("--seeds", type=int, default=1, help="of acceptance, for each sampled prompt")
     add("--batch", type=int, default=8, help="of acceptance: sequences decoded together")
     add("--op", nargs="+", help="of ops: only those whose name has one of these words")
-    add("--rows", type=int, nargs="+", help="of ops and reduce: T")
+    add("--rows", type=int, nargs="+", help="of ops, reduce, prefill: T")
     add("--tp", type=int, choices=(2, 4, 8), default=2, help="of reduce: GPUs")
     add("--skew", action="store_true", help="of ops: 64 rows also over few experts")
     arguments = parser.parse_args(argv)
-    measures = {"speed": speed, "acceptance": acceptance, "step": step}
+    measures = {"speed": speed, "acceptance": acceptance, "step": step, "prefill": prefill}
     measures |= {"ops": operations, "reduce": sums}
     try:
         before = check(arguments)
@@ -170,6 +171,12 @@ def operations(arguments) -> list[dict]:
         ) from None
     rows = arguments.rows or (1, 2, 4, 8, 16, 32, 64, 128)
     return bench_kernels.table(arguments.op, rows, arguments.skew)
+
+
+def prefill(arguments) -> list[dict]:
+    import bench_prefill
+
+    return bench_prefill.table(arguments)
 
 
 def sums(arguments) -> list[dict]:

@@ -123,6 +123,18 @@ def test_a_step_in_parts(device, more, house, monkeypatch, capsys):
 # ---- --profile ---------------------------------------------------------------------------------
 
 
+def test_prompts_in_pieces(house, tmp_path, capsys):
+    """A row a size, equal bits; a size that does not divide the prompt is refused."""
+    file = tmp_path / "rows.json"
+    argv = ["prefill", "--config", str(house / "fixed.yaml"), "--device", "cpu", "--contexts"]
+    assert bench.main([*argv, "32", "--rows", "8", "32", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())
+    assert [(row["context"], row["T"]) for row in rows] == [(32, 8), (32, 32)]
+    assert all(row["identical"] == "yes" and row["tok/s"] > 0 for row in rows)
+    assert bench.main([*argv, "30", "--rows", "8"]) == 2
+    assert "expected divisors of --contexts 30" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("device", ("cpu", "emulate"))
 def test_a_profile_adds_up_to_the_step(device, house, capsys):
     if device == "emulate" and isinstance(launcher(device), str):
