@@ -28,7 +28,8 @@ REPLAYS = 9
 COLD_BYTES = 400 << 20  # all sets together, if LAUNCHES allow
 CHECK_ROWS = 8  # rows of a batch that are also computed alone
 HIDDEN, WIDTH, EXPERTS, TOP_K = 7168, 256, 384, 8
-HEADS, NOPE, ROPE, LATENT, VALUE = 8, 128, 64, 512, 128
+HEADS, Q_LORA, NOPE, ROPE, LATENT, VALUE = 8, 1536, 128, 64, 512, 128
+MOST_ROWS = 1024  # of the layer
 YARN = config.Rope(
     theta=50000.0, type="deepseek_yarn", factor=64.0, original_max_position_embeddings=4096,
     beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
@@ -135,6 +136,60 @@ def router_case(goals: dict) -> Case:
     )  # fmt: skip
 
 
+def layer_case(goals: dict) -> Case:
+    """All of a layer but attention, whose output is the same for every row, and routed experts."""
+    sizes = {
+        "q_a": (Q_LORA, HIDDEN), "kv_a": (LATENT + ROPE, HIDDEN),
+        "q_b": (HEADS * (NOPE + ROPE), Q_LORA), "kv_b": (HEADS * (NOPE + VALUE), LATENT),
+        "o": (HIDDEN, HEADS * VALUE), "router": (EXPERTS, HIDDEN),
+        "gate": (1, WIDTH, HIDDEN), "up": (1, WIDTH, HIDDEN), "down": (1, HIDDEN, WIDTH),
+    }  # fmt: skip
+
+    def draw(kernels, seed: int) -> dict:
+        w = {n: matrix(kernels, seed + i, *s) for i, (n, s) in enumerate(sizes.items())}
+        for i, (name, k) in enumerate((("norm", HIDDEN), ("q", Q_LORA), ("kv", LATENT))):
+            w[f"{name}_norm"] = kernels.launcher.empty((k,), np.float32)
+            kernels.generate(w[f"{name}_norm"], seed + 20 + i, 1.0, 0.1)
+        w["bias"] = kernels.launcher.upload(np.zeros(EXPERTS, np.float32))
+        return w
+
+    def prepare(kernels, w: dict) -> dict:
+        xp, seen = kernels.launcher.xp, random(kernels, 3, 1, HEADS * LATENT).view(np.uint16)
+        seen = xp.repeat(seen, MOST_ROWS, 0).view(ops.BFLOAT16).reshape(MOST_ROWS, HEADS, LATENT)
+        if kernels.act != ops.BFLOAT16:
+            seen = kernels.launcher.upload(kernels.download(seen))
+        heads = kernels.prepare_heads(w["kv_b"], HEADS, NOPE, VALUE)
+        return w | {
+            "inputs": kernels.prepare_latent_inputs(w["q_a"], w["kv_a"]),
+            "q_b": kernels.prepare(w["q_b"]),
+            "key": heads[0],
+            "value": heads[1],
+            "o": kernels.prepare(w["o"], shards=HEADS, row_cut=True),
+            "router": kernels.prepare(w["router"]),
+            "shared": kernels.prepare_mlp(w["gate"], w["up"], w["down"], 1),
+            "turn": kernels.rope_table(YARN, ROPE, 8),
+            "positions": kernels.index(np.full(MOST_ROWS, 5)),
+            "seen": seen,
+        }
+
+    def run(kernels, w: dict, x):
+        n = len(x)
+        turn, entries = (*w["turn"], w["positions"][:n]), kernels.activations((n, LATENT + ROPE))
+        q = kernels.latent_inputs(x, w["inputs"], w["q_norm"], w["kv_norm"], 1e-6, *turn, entries)
+        q = kernels.linear(q, w["q_b"], rounded=True).reshape(n, HEADS, -1)
+        kernels.latent_query(q, w["key"], *turn)
+        o = kernels.absorb_v(w["seen"][:n], w["value"]).reshape(n, -1)
+        x, h = kernels.add_rms_norm(x, kernels.linear(o, w["o"]), w["norm_norm"], 1e-5)
+        kernels.route(h, w["router"], w["bias"], TOP_K, True, 2.827)
+        return kernels.add_rms_norm(x, kernels.mlp(h, w["shared"]), w["norm_norm"], 1e-5)[1]
+
+    return Case(
+        "layer without attention and experts", HIDDEN, draw, prepare, run,
+        traffic=lambda rows, ids: 2 * sum(int(np.prod(s)) for s in sizes.values()),
+        goals=goals, bound=2 * ROUNDED,
+    )  # fmt: skip
+
+
 def experts_case(goals: dict) -> Case:
     sizes = (WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)
 
@@ -215,6 +270,7 @@ CASES = (
     attention_case(8000, {1: 10, 16: 18, 64: 30}),
     attention_case(32000, {1: 16, 16: 26, 64: 66}),
     linear_case("lm_head", 20480, HIDDEN, 1, {1: 68, 16: 70, 64: 72}),
+    layer_case({1: 24, 16: 28}),
 )
 
 

@@ -793,6 +793,7 @@ expert_down_mma(const bf16* h,                // [T * top_k, width], 16-byte ali
   }
 
   grid_dependency_wait();  // for h; the kernel that makes it began when ids and weights were there
+  grid_dependency_launch();  // what follows may fetch its weights meanwhile
   // b, row: as above, of h.
   uint4 b[DOWN_GROUPS] = {};
   auto row_of = [&](int i, int leaf) {

@@ -19,8 +19,9 @@ def small(monkeypatch) -> ops.EmulatorLauncher:
     if isinstance(host, str):
         pytest.skip(host)  # its text says what the emulator lacks, a compiler or headers
     for name, value in dict(
-        HIDDEN=128, WIDTH=64, EXPERTS=16, TOP_K=4, LAUNCHES=3, REPLAYS=2, COLD_BYTES=1000
-    ).items():
+        HIDDEN=128, WIDTH=64, EXPERTS=16, TOP_K=4, LAUNCHES=3, REPLAYS=2, COLD_BYTES=1000,
+        HEADS=2, Q_LORA=64, LATENT=32, ROPE=8, NOPE=32, VALUE=32, MOST_ROWS=16,
+    ).items():  # fmt: skip
         monkeypatch.setattr(bench_kernels, name, value)
     cases = (
         bench_kernels.experts_case({9: 1.0}),
@@ -28,6 +29,7 @@ def small(monkeypatch) -> ops.EmulatorLauncher:
         bench_kernels.mlp_case("shared expert", 64, {}),
         bench_kernels.router_case({}),
         bench_kernels.attention_case(100, {}, heads=2, latent=32, width=48),
+        bench_kernels.layer_case({}),
     )
     monkeypatch.setattr(bench_kernels, "CASES", cases)
     monkeypatch.setattr(bench_kernels, "read_rate", lambda kernels: 100.0)
@@ -42,15 +44,15 @@ def test_every_operation_is_checked_and_timed(small) -> None:
     for row in rows:
         assert row["identical"] == "yes" and row["µs"] > 0 and row["floor"] > 0
     assert rows[1]["goal"] == pytest.approx(45.55) and rows[0]["goal"] == "-"
-    assert bench.table(rows).count("\n") == 11
+    assert bench.table(rows).count("\n") == 13
 
 
 def test_no_time_for_a_wrong_result(small, monkeypatch) -> None:
     """One wrong bit in one row alone, or a large error: no speed, and the exit code says so."""
     kernels = ops.CudaOps.linear
 
-    def wrong(self, x, weight):
-        y = kernels(self, x, weight)
+    def wrong(self, x, weight, **how):
+        y = kernels(self, x, weight, **how)
         if self.act == ops.BFLOAT16 and len(x) == 1:
             y.reshape(-1).view(np.int32)[0] ^= 1
         return y

@@ -199,6 +199,12 @@ extern "C" __global__ void early_write(float* y) {
   y[threadIdx.x] = 1;  // early_write
   grid_dependency_wait();
 }
+extern "C" __global__ void begin_next(float* y, int late) {
+  if (!late) grid_dependency_launch();
+  grid_dependency_wait();
+  grid_dependency_launch();
+  y[threadIdx.x] = 1;
+}
 extern "C" __global__ void early_read(const float* x, float* y) {
   const float v = x[threadIdx.x];  // early_read
   grid_dependency_wait();
@@ -322,6 +328,14 @@ def test_a_dependent_launch_waits(request, build):
     assert_fault(module, "early_read", "before grid_dep", (1, 32), (y, x), dependent=True)
     emulator.settle()
     read((1,), (32,), (y, x), dependent=True)
+    # What the next to last launch wrote is there if the last one let this one begin after its wait.
+    begin, z = module.function("begin_next"), floats(32)
+    for late in (1, 0):
+        read((1,), (32,), (x, y))
+        begin((1,), (32,), (z, i32(late)), dependent=True)
+        if late:
+            read((1,), (32,), (y, x), dependent=True)
+    assert_fault(module, "early_read", "before grid_dep", (1, 32), (y, x), dependent=True)
 
 
 def test_unmapped_write_is_located(plain):

@@ -53,7 +53,7 @@
 namespace emulator {
 
 struct BlockView { uint3 index; dim3 threads; dim3 grid; unsigned char* dynamic; };
-struct ThreadView { uint3 index; unsigned lane; BlockView* block; bool waited; };
+struct ThreadView { uint3 index; unsigned lane; BlockView* block; bool waited, early; };
 extern ThreadView* current;  // the running thread; every call into the runtime may change it
 
 enum Collective { SYNC, SHUFFLE, BALLOT, MATCH, ADD, MIN_SIGNED, MAX_SIGNED, MIN_UNSIGNED, MAX_UNSIGNED,
@@ -407,4 +407,4 @@ inline void spin() {  // the other threads, and once for all of them the other p
 // Dependent launch only moves work earlier; one launch after another is always allowed. Every thread must wait
 // before it leaves, and (checked) before it touches what the launches in front may still be at.
 inline void grid_dependency_wait() { emulator::current->waited = true; }
-inline void grid_dependency_launch() {}
+inline void grid_dependency_launch() { emulator::current->early |= !emulator::current->waited; }

@@ -438,7 +438,10 @@ class Function:
         launch.checked = self._module.checked
         launch.dependent = dependent
         values, buffers = self._pack(args, tuple(outputs))
-        self._mark_fresh(buffers, dependent)
+        if not dependent:
+            settle()
+        elif self._module.checked:
+            self._mark_fresh(buffers)
         pointers = (ctypes.c_void_p * max(1, len(values)))(
             *(ctypes.cast(ctypes.pointer(v), ctypes.c_void_p) for v in values)
         )
@@ -447,18 +450,18 @@ class Function:
             failed = _runtime()[0].emulator_launch(
                 ctypes.byref(launch), pointers, buffers, len(buffers), text, ctypes.c_size_t(2048)
             )
+            if not _runtime()[0].emulator_launched_early():
+                settle()  # the next launch begins when those in front of this one have ended
         if failed:
             raise EmulatorError(self._module.with_lines(text.value.decode()))
+        _fresh.extend((b.data, b.data + b.bytes) for b in buffers if b.data and not b.constant)
 
-    def _mark_fresh(self, buffers: ctypes.Array, dependent: bool) -> None:
-        """Marks what launches in front may be writing, and adds what this one may write."""
-        if not dependent:
-            settle()
-        spans = [(b.data or 0, (b.data or 0) + b.bytes) for b in buffers]
-        if dependent and self._module.checked:
-            for buffer, (low, high) in zip(buffers, spans, strict=True):
-                buffer.fresh = any(low < end and begin < high for begin, end in _fresh)
-        _fresh.extend(s for b, s in zip(buffers, spans, strict=True) if not b.constant)
+    @staticmethod
+    def _mark_fresh(buffers: ctypes.Array) -> None:
+        """Marks what the launches in front may still be writing."""
+        for b in buffers:
+            low, high = b.data or 0, (b.data or 0) + b.bytes
+            b.fresh = any(low < end and begin < high for begin, end in _fresh)
 
     def _refuse(self, why: str) -> None:
         raise EmulatorError(f"kernel {self.name}: {why}")

@@ -194,6 +194,7 @@ static sigjmp_buf escape;
 static char* message;
 static size_t message_size;
 static u32 grid_arrived, unfinished;
+static bool launched_early;  // a thread let the next launch begin before it had waited itself
 static u32 serials;
 static u64 switches, random_state;
 static Address module_base;
@@ -555,6 +556,7 @@ static void leave() {
     for (const Thread& other : b.threads_)
       if (other.state == AT_BARRIER || other.state == AT_GRID_BARRIER)
         fail("leaves the kernel without the barrier that %s waits for: %s", (const char*)thread_name(other), (const char*)wait_name(other));
+  launched_early |= t.early;
   t.state = GONE;
   w.alive &= ~(1u << t.lane);
   if (++b.gone == b.count && launch_.checked) check_unwritten(b);
@@ -965,7 +967,7 @@ static void prepare(Block& b, u32 linear, size_t first_stack) {
     t.state = READY;
     t.copies.clear();
     t.groups = 0;
-    t.waited = false;
+    t.waited = t.early = false;
     if (launch_.checked) {
       t.knows = b.clocks.data() + size_t(i) * b.count;
       tick(t);
@@ -1131,6 +1133,7 @@ static void launch(const Buffer* buffers, int buffer_count) {
   launch_epoch = epochs;
   launch_serial = serials + 1;
   grid_epoch = last_region = 0;
+  launched_early = false;
   Dl_info module;
   if (!dladdr(launch_.kernel->address, &module)) std::abort();
   module_base = Address(module.dli_fbase);
@@ -1154,6 +1157,9 @@ static void launch(const Buffer* buffers, int buffer_count) {
 using namespace emulator;
 
 extern "C" {
+
+// Of the last launch: whether the one behind it may begin before the ones in front of it have ended.
+int emulator_launched_early() { return launched_early; }
 
 // Returns 0, or 1 with the reason in `text`.
 int emulator_launch(const Launch* what, void** args, const Buffer* buffers, int buffer_count, char* text, size_t text_size) {
