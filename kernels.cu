@@ -266,6 +266,16 @@ DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, void* barrier
 // ended; it waits before it touches what that one writes, or reads what that one may still write.
 DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void grid_dependency_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Blocks of a cluster: a barrier of all their threads, and the address of another one's shared memory.
+DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+template <class T>
+DEVICE T* cluster_map(T* shared, u32 rank) {
+  u64 address;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"((u64)shared), "r"(rank));
+  return (T*)address;
+}
 #else
 DEVICE void grid_dependency_wait() {}
 DEVICE void grid_dependency_launch() {}
@@ -418,14 +428,28 @@ KERNEL embed(const int* ids,      // [T]
 
 // ==== rms_norm ====
 
-// One block a row of K values. Thread t holds values 8u .. 8u + 7 for u = t, t + THREADS, ... (CHUNKS
-// of them, -DCHUNKS): it adds the squares of eight ascending, then its eights ascending; then
-// block_sum. x / rms (taken as x times 1 / rms) is rounded, multiplied by the weight, rounded again.
-// Rows whose K and stride are multiples of 8 are 16-byte aligned. All may be launched dependently:
-// norm weights are always there, the rest is waited for.
+// A row of K values has BLOCKS blocks (-DBLOCKS, 1 or a cluster's), so the grid is T * BLOCKS. Thread i of
+// its BLOCKS * THREADS threads holds values 8u .. 8u + 7 for u = i, i + BLOCKS * THREADS, ... (CHUNKS
+// of them, -DCHUNKS): it adds the squares of eight ascending, then its eights ascending; then lanes by
+// halves, then warps by halves. x / rms (taken as x times 1 / rms) is rounded, multiplied by the
+// weight, rounded again. Rows whose K and stride are multiples of 8 are 16-byte aligned. All may be
+// launched dependently: norm weights are always there, the rest is waited for.
 typedef float Eights[CHUNKS][8];
+typedef float Sums[BLOCKS * WARPS];
+static_assert(BLOCKS * WARPS <= 32, "one warp adds the sums of all warps");
 
-DEVICE int place_of(int c) { return 8 * ((int)threadIdx.x + c * THREADS); }
+#if BLOCKS > 1
+#define ROW_KERNEL extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
+#else
+#define ROW_KERNEL KERNEL
+#endif
+
+DEVICE int row_of_block() { return blockIdx.x / BLOCKS; }
+DEVICE int rank_in_row() { return blockIdx.x % BLOCKS; }
+
+DEVICE int place_of(int c) {
+  return 8 * ((int)threadIdx.x + (rank_in_row() + c * BLOCKS) * THREADS);
+}
 
 // Values past the last are zero. vectors: the row is 16-byte aligned and K a multiple of 8.
 template <class X>
@@ -456,8 +480,23 @@ DEVICE void store_row(act* out, int K, bool vectors, const Eights& from) {
   }
 }
 
+// Over the row's threads. sums: of this block, written by all.
+DEVICE float row_sum(float value, Sums& sums) {
+  const int lane = threadIdx.x & 31, own = rank_in_row() * WARPS + threadIdx.x / 32;
+  value = warp_sum(value);
+#if BLOCKS > 1
+  cluster_sync();  // every block has begun before another one writes into it
+  if (lane < BLOCKS) *cluster_map(sums + own, lane) = value;
+  cluster_sync();  // the sums of all warps are there
+#else
+  if (lane == 0) sums[own] = value;
+  __syncthreads();  // likewise
+#endif
+  return warp_sum(lane < BLOCKS * WARPS ? sums[lane] : 0.0f);
+}
+
 // x becomes its norm, not yet rounded the second time.
-DEVICE void norm_row(Eights& x, const Eights& weight, float inverse_k, float eps, float* sums) {
+DEVICE void norm_row(Eights& x, const Eights& weight, float inverse_k, float eps, Sums& sums) {
   float sum = 0.0f;
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
@@ -466,7 +505,7 @@ DEVICE void norm_row(Eights& x, const Eights& weight, float inverse_k, float eps
     for (int i = 0; i < 8; i++) eight = __fmaf_rn(x[c][i], x[c][i], eight);
     sum = __fadd_rn(sum, eight);
   }
-  const float mean = __fmul_rn(block_sum(sum, sums), inverse_k);
+  const float mean = __fmul_rn(row_sum(sum, sums), inverse_k);
   const float inverse = __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++)
@@ -478,9 +517,9 @@ DEVICE void norm_row(Eights& x, const Eights& weight, float inverse_k, float eps
 // out may be x when the types agree.
 template <class X>
 DEVICE void rms_norm(const X* x, const float* weight, act* out, int K, float inverse_k, float eps) {
-  __shared__ float sums[WARPS];
+  __shared__ Sums sums;
   const bool vectors = K % 8 == 0;
-  const i64 row = (i64)blockIdx.x * K;
+  const i64 row = (i64)row_of_block() * K;
   Eights values, weights;
   grid_dependency_launch();
   load_row(weight, K, vectors, weights);
@@ -490,18 +529,18 @@ DEVICE void rms_norm(const X* x, const float* weight, act* out, int K, float inv
   store_row(out + row, K, vectors, values);
 }
 
-KERNEL rms_norm_f32(const float* x,       // [T, K]
+ROW_KERNEL rms_norm_f32(const float* x,       // [T, K]
                     const float* weight,  // [K]
                     act* out,             // [T, K]
                     int K, float inverse_k, float eps) {
   rms_norm(x, weight, out, K, inverse_k, eps);
 }
-KERNEL rms_norm_act(const act* x, const float* weight, act* out, int K, float inverse_k, float eps) {
+ROW_KERNEL rms_norm_act(const act* x, const float* weight, act* out, int K, float inverse_k, float eps) {
   rms_norm(x, weight, out, K, inverse_k, eps);
 }
 
 // The residual, as `add`, and its norm. sum may be x.
-KERNEL add_rms_norm(const act* x,         // [T, K]
+ROW_KERNEL add_rms_norm(const act* x,         // [T, K]
                     const float* y,       // [T, K]
                     const float* weight,  // [K]
                     act* sum,             // [T, K]
@@ -509,9 +548,9 @@ KERNEL add_rms_norm(const act* x,         // [T, K]
                     act* taps,  // [T, taps_width], columns first .. first + K - 1 get the sum too,
                                 // if has_taps
                     int K, int taps_width, int first, int has_taps, float inverse_k, float eps) {
-  __shared__ float sums[WARPS];
+  __shared__ Sums sums;
   const bool vectors = K % 8 == 0;
-  const i64 row = (i64)blockIdx.x * K;
+  const i64 row = (i64)row_of_block() * K;
   Eights values, others, weights;
   grid_dependency_launch();
   load_row(weight, K, vectors, weights);
@@ -526,7 +565,7 @@ KERNEL add_rms_norm(const act* x,         // [T, K]
   store_row(sum + row, K, vectors, values);
   if (has_taps) {
     const bool aligned = vectors && taps_width % 8 == 0 && first % 8 == 0;
-    store_row(taps + (i64)blockIdx.x * taps_width + first, K, aligned, values);
+    store_row(taps + (i64)row_of_block() * taps_width + first, K, aligned, values);
   }
   norm_row(values, weights, inverse_k, eps, sums);
   store_row(out + row, K, vectors, values);
@@ -535,14 +574,14 @@ KERNEL add_rms_norm(const act* x,         // [T, K]
 // The cache entry of a row: RMS-normed latent, de-interleaved and rotated key.
 DEVICE void entry_row(const float* kv, const float* weight, const float* cosines, const float* sines,
                       const int* position, act* out, int latent, int rope, bool vectors,
-                      float inverse_latent, float eps, float* sums) {
-  const int half = rope / 2;
+                      float inverse_latent, float eps, Sums& sums) {
+  const int half = rank_in_row() ? 0 : rope / 2;  // the row's first block turns the key
   Eights values, weights;
   load_row(weight, latent, latent % 8 == 0, weights);
   grid_dependency_wait();
   load_row(kv, latent, vectors, values);
   for (int i = THREADS - 1 - threadIdx.x; i < half; i += THREADS) {  // by threads with few values
-    const i64 angle = (i64)*position * half + i;
+    const i64 angle = (i64)(*position) * half + i;
     act* to = out + latent + i;
     rotate(kv[latent + 2 * i], kv[latent + 2 * i + 1], cosines[angle], sines[angle], to, to + half);
   }
@@ -550,23 +589,23 @@ DEVICE void entry_row(const float* kv, const float* weight, const float* cosines
   store_row(out, latent, vectors, values);
 }
 
-// grid T
-KERNEL latent_entry(const float* kv,       // [T, latent + rope]
+ROW_KERNEL latent_entry(const float* kv,       // [T, latent + rope]
                     const float* weight,   // [latent]
                     const float* cosines,  // [positions, rope / 2]
                     const float* sines,    // likewise
                     const int* positions,  // [T]
                     act* out,              // [T, latent + rope]
                     int latent, int rope, float inverse_latent, float eps) {
-  __shared__ float sums[WARPS];
-  const int row = blockIdx.x, width = latent + rope;
+  __shared__ Sums sums;
+  const int row = row_of_block(), width = latent + rope;
   grid_dependency_launch();
   entry_row(kv + (i64)row * width, weight, cosines, sines, positions + row, out + (i64)row * width,
             latent, rope, latent % 8 == 0 && width % 8 == 0, inverse_latent, eps, sums);
 }
 
-// The norm of a row's compressed query (y = 0), and its cache entry as latent_entry (y = 1). grid (T, 2)
-KERNEL query_entry(const float* q,          // [T, q_stride]
+// The norm of a row's compressed query (y = 0), and its cache entry as latent_entry (y = 1).
+// grid (T * BLOCKS, 2)
+ROW_KERNEL query_entry(const float* q,          // [T, q_stride]
                    const float* kv,         // [T, kv_stride]
                    const float* q_weight,   // [K]
                    const float* kv_weight,  // [latent]
@@ -577,8 +616,8 @@ KERNEL query_entry(const float* q,          // [T, q_stride]
                    act* entries,            // [T, latent + rope]
                    int K, int q_stride, int latent, int rope, int kv_stride, float inverse_k,
                    float inverse_latent, float eps) {
-  __shared__ float sums[WARPS];
-  const int row = blockIdx.x, width = latent + rope;
+  __shared__ Sums sums;
+  const int row = row_of_block(), width = latent + rope;
   grid_dependency_launch();
   if (blockIdx.y) {
     entry_row(kv + (i64)row * kv_stride, kv_weight, cosines, sines, positions + row,

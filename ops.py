@@ -45,6 +45,7 @@ OPTIONS = ("-std=c++17", "--fmad=false")  # no contraction: it changes bits betw
 THREADS = 256  # of every block
 ROWS = 8  # rows of x that a warp takes together
 WARPS = THREADS // 32
+ROW_BLOCKS = 4  # that share a wide row of a norm, as a cluster
 HEADS = 4  # heads of one row that an attention block takes together
 SHARED_DEFAULT = 48 * 1024  # dynamic shared bytes that a kernel has without asking
 # Values of a sum across ranks: up to where one shot is faster, by the number of ranks (measured for
@@ -127,9 +128,11 @@ def attention_defines(key: int, value: int, leaf: int, span: int) -> Defines:
     return (("KEY_WIDTH", key), ("VALUE_WIDTH", value), ("LEAF", leaf), ("SPAN", span))
 
 
-def norm_defines(width: int) -> Defines:
-    """-D of the rms_norm section, for rows of this width: eights that a thread holds."""
-    return (("CHUNKS", _ceil(width, 8 * THREADS)),)
+def norm_defines(width: int, clusters: bool) -> Defines:
+    """-D of the rms_norm section, for rows of this width: eights that a thread holds, blocks that
+    share a row where the device has clusters."""
+    blocks = ROW_BLOCKS if clusters and width > 8 * THREADS else 1
+    return (("CHUNKS", _ceil(width, 8 * THREADS * blocks)), ("BLOCKS", blocks))
 
 
 def attention_shared_bytes(key: int, leaf: int) -> int:
@@ -228,12 +231,14 @@ class Limits:
 
     shared_bytes  dynamic shared memory of one block at most
     processors    streaming multiprocessors
+    clusters      blocks may share their shared memory
     """
 
     name: str
     architecture: str
     shared_bytes: int
     processors: int
+    clusters: bool = False
     max_grid: tuple[int, int, int] = (2**31 - 1, 65535, 65535)
 
 
@@ -285,6 +290,7 @@ class CudaLauncher:
             architecture=f"sm_{device.compute_capability}",
             shared_bytes=int(device.attributes["MaxSharedMemoryPerBlockOptin"]),
             processors=int(device.attributes["MultiProcessorCount"]),
+            clusters=int(device.compute_capability) >= 90,
         )
 
     @staticmethod
@@ -480,7 +486,7 @@ class EmulatorLauncher:
         self.emulator, self.build = emulator, dict(checked=checked, coverage=coverage)
         self.mapped: list[np.ndarray] = []  # of other processes
         self.faults = (emulator.EmulatorError,)
-        self.limits = Limits("host", "emulator", shared_bytes=101_376, processors=1)
+        self.limits = Limits("host", "emulator", 101_376, processors=1, clusters=True)
 
     def compile(self, source: str, options: tuple[str, ...], name: str):
         try:
@@ -1815,11 +1821,15 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         x, kind = self._rows_of("rms_norm", x, aligned=k % 8 == 0)
         weight = self._take("rms_norm", "weight", weight, FLOAT32, k, aligned=True)
         out = self.empty(x.shape, self.act)
-        self._launch(
-            "rms_norm", f"rms_norm_{kind}", (x.size // k,), x, weight, out, k, np.float32(1.0 / k),
-            eps, defines=norm_defines(k), dependent=True,
-        )  # fmt: skip
+        args = x, weight, out, k, np.float32(1.0 / k), eps
+        self._launch_rows(f"rms_norm_{kind}", k, x.size // k, 1, *args)
         return out
+
+    def _launch_rows(self, kernel: str, width: int, rows: int, depth: int, *args) -> None:
+        """A kernel of the rms_norm section on so many rows, at most `width` wide."""
+        defines = norm_defines(width, self.launcher.limits.clusters)
+        grid = (rows * dict(defines)["BLOCKS"], depth)
+        self._launch("rms_norm", kernel, grid, *args, defines=defines, dependent=True)
 
     def add_rms_norm(self, x, y, weight, eps: float, taps=None, first: int = 0):
         """x + round(y), rounded [T, K], and its `rms_norm`, as one kernel; the sum is also written
@@ -1836,9 +1846,9 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         taps = self._take(op, "taps", taps, self.act, n, None, aligned=True) if tapped else total
         if first + k > taps.shape[1]:
             raise UserError(f"{op}: columns {first} to {first + k} of taps of {taps.shape[1]}")
-        self._launch(
-            "rms_norm", op, (n,), x, y, weight, total, out, taps, k, taps.shape[1], first,
-            int(tapped), np.float32(1.0 / k), eps, defines=norm_defines(k), dependent=True,
+        self._launch_rows(
+            op, k, n, 1, x, y, weight, total, out, taps, k, taps.shape[1], first, int(tapped),
+            np.float32(1.0 / k), eps,
         )  # fmt: skip
         return total, out
 
@@ -1978,9 +1988,9 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         kv = self._take(op, "kv", kv, FLOAT32, None, None, aligned=True)
         n, rope = len(kv), kv.shape[1] - latent
         weight, out, positions = self._entry(op, n, weight, rope, cos, sin, positions, out)
-        self._launch(
-            "rms_norm", op, (n,), kv, weight, cos, sin, positions, out, latent, rope,
-            np.float32(1.0 / latent), eps, defines=norm_defines(latent), dependent=True,
+        self._launch_rows(
+            op, latent, n, 1, kv, weight, cos, sin, positions, out, latent, rope,
+            np.float32(1.0 / latent), eps,
         )  # fmt: skip
 
     def latent_inputs(
@@ -2002,10 +2012,10 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         q_norm = self._take(op, "q_norm", q_norm, FLOAT32, k, aligned=True)
         kv_norm, out, positions = self._entry(op, n, kv_norm, rope, cos, sin, positions, out)
         normed, widest = self.empty((n, k), self.act), max(k, latent)
-        self._launch(
-            "rms_norm", "query_entry", (n, 2), q, kv, q_norm, kv_norm, cos, sin, positions, normed,
-            out, k, strides[0], latent, rope, strides[1], np.float32(1.0 / k),
-            np.float32(1.0 / latent), eps, defines=norm_defines(widest), dependent=True,
+        self._launch_rows(
+            "query_entry", widest, n, 2, q, kv, q_norm, kv_norm, cos, sin, positions, normed, out,
+            k, strides[0], latent, rope, strides[1], np.float32(1.0 / k), np.float32(1.0 / latent),
+            eps,
         )  # fmt: skip
         return normed
 

@@ -31,7 +31,7 @@ VARIANTS = {
     "route": [(("PER_LANE", 12),)],
     "embed": [(("TABLE", t),) for t in ops.TYPES.values()],
     "absorb": [(("TABLE", t),) for t in ops.TYPES.values()],
-    "rms_norm": [ops.norm_defines(width) for width in (7168, 1536)],
+    "rms_norm": [ops.norm_defines(width, clusters=False) for width in (7168, 1536)],
     "attention": [TARGET, DRAFTER],
     "attention_work": [(("LEAF", 64), ("SPAN", 4))],
     "attention_mma": [LATENT.defines(2), LATENT.defines(1), OF_BLOCKS.defines(1)],
@@ -102,6 +102,8 @@ def test_every_section_compiles(architecture: str, activation: str, capsys) -> N
         variants = VARIANTS.get(section, [()])
         if section == "linear_mma":
             variants = [ops.LINEAR_DEFINES]
+        if section == "rms_norm" and architecture != "sm_80":
+            variants = [*variants, ops.norm_defines(7168, clusters=True)]
         for defines in variants:
             text = compile_section(section, architecture, activation, defines)
             for kernel, stores, loads, registers, rest in PTXAS.findall(text):

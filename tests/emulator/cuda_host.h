@@ -29,6 +29,7 @@
 #undef __host__
 #undef __constant__
 #undef __launch_bounds__
+#undef __cluster_dims__
 #undef __grid_constant__
 #undef __forceinline__
 #undef __noinline__
@@ -39,6 +40,7 @@
 #define __host__
 #define __constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __grid_constant__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
@@ -65,6 +67,8 @@ struct Ldmatrix { unsigned* r; const void* row; int count; bool transposed; };
 std::uint64_t collective(unsigned mask, Collective op, std::uint64_t value, unsigned source);
 int block_barrier(int predicate, Collective op, const char* file, int line);
 void grid_barrier(const char* file, int line);
+void cluster_barrier(const char* file, int line);
+void* cluster_map(void* shared, unsigned rank);
 void fence();
 void yield();
 void* shared_slot(const void* table, int slot);
@@ -133,7 +137,7 @@ template <class T> constexpr Parameter parameter() {
           Element<E>::align, Element<E>::name()};
 }
 
-struct Kernel { const char* name; void (*call)(void**); const void* address; int count; const Parameter* parameters; int max_threads; };
+struct Kernel { const char* name; void (*call)(void**); const void* address; int count; const Parameter* parameters; int max_threads, cluster; };
 template <auto F> struct Entry;
 template <class... A, void (*F)(A...)> struct Entry<F> {
   static inline const Parameter parameters[sizeof...(A) + 1] = {parameter<A>()..., {}};
@@ -144,6 +148,8 @@ template <class... A, void (*F)(A...)> struct Entry<F> {
   static constexpr int count = sizeof...(A);
 };
 constexpr int first(int value = 1024, ...) { return value; }
+constexpr int cluster(int x = 1) { return x; }
+constexpr int cluster(int x, int, int) { return x; }  // along x alone
 
 }  // namespace emulator
 
@@ -382,6 +388,9 @@ inline void mbarrier_init(void* barrier, unsigned count) { emulator::mbarrier_in
 inline void mbarrier_expect(void* barrier, unsigned bytes) { emulator::mbarrier_arrive(barrier, bytes); }
 inline void mbarrier_arrive(void* barrier) { emulator::mbarrier_arrive(barrier, 0); }
 inline void mbarrier_wait(void* barrier, unsigned parity) { emulator::mbarrier_wait(barrier, parity); }
+// Clusters (along x): a barrier of all their threads, and the address of another block's shared memory.
+inline void cluster_sync(EMULATOR_HERE) { emulator::cluster_barrier(file, line); }
+template <class T> inline T* cluster_map(T* shared, unsigned rank) { return static_cast<T*>(emulator::cluster_map(shared, rank)); }
 // ex2.approx.ftz.f32: within 2 ulp of this; subnormal inputs and results become zero, as there.
 inline float exp2_approx(float x) {
   const float y = std::exp2(x);

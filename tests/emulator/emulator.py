@@ -242,6 +242,7 @@ class _Declaration:
     name: str
     parameters: tuple[str, ...]
     bounds: str  # the arguments of __launch_bounds__, or nothing
+    cluster: str  # of __cluster_dims__, likewise
 
 
 def _kernels(source: str, defines: Sequence[str]) -> list[_Declaration]:
@@ -269,20 +270,25 @@ def _declarations(text: str) -> Iterator[_Declaration]:
         if not direct and not any(a <= m.start() < b for a, b in blocks):
             continue
         head = re.match(r"[^{;]*", text[m.end() :])[0]
-        bounds = re.search(rf"__launch_bounds__\s*({_PARENS})", head)
+        bounds, cluster = (
+            re.search(rf"{name}\s*({_PARENS})", head)
+            for name in ("__launch_bounds__", "__cluster_dims__")
+        )
         head = re.sub(rf"__\w+__\s*{_PARENS}", " ", head)
         found = re.match(r"\s*(?:static\s+|inline\s+)*void\s+(\w+)\s*\((.*)\)\s*$", head, re.S)
         if found and found[1] not in seen:
             seen.add(found[1])
             names = tuple(_declared(p) for p in _split(found[2]) if p.strip() not in ("", "void"))
-            yield _Declaration(found[1], names, bounds[1] if bounds else "()")
+            yield _Declaration(
+                found[1], names, *(given[1] if given else "()" for given in (bounds, cluster))
+            )
 
 
 def _table(kernels: list[_Declaration]) -> str:
     rows = "".join(
         f'  {{"{k.name}", &emulator::Entry<&{k.name}>::call, (const void*)&{k.name}, '
         f"emulator::Entry<&{k.name}>::count, emulator::Entry<&{k.name}>::parameters, "
-        f"emulator::first{k.bounds}}},\n"
+        f"emulator::first{k.bounds}, emulator::cluster{k.cluster}}},\n"
         for k in kernels
     )
     export = 'extern "C" __attribute__((visibility("default")))'
@@ -316,6 +322,7 @@ class _Kernel(ctypes.Structure):
         ("count", ctypes.c_int),
         ("parameters", ctypes.POINTER(_Parameter)),
         ("max_threads", ctypes.c_int),
+        ("cluster", ctypes.c_int),
     ]
 
 
@@ -425,6 +432,8 @@ class Function:
         if threads > self._kernel.max_threads:
             limit = self._kernel.max_threads
             self._refuse(f"a block of {threads} threads; its launch bounds allow {limit}")
+        if launch.grid[0] % self._kernel.cluster:
+            self._refuse(f"{launch.grid[0]} blocks in clusters of {self._kernel.cluster}")
         if shared_bytes > self.max_dynamic_shared_size_bytes:
             self._refuse(
                 f"{shared_bytes} bytes of dynamic shared memory; max_dynamic_shared_size_bytes is "

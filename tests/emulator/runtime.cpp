@@ -454,7 +454,7 @@ static void check(const void* address, size_t n, Access access, u32 where) {
     if (access != READ) fail("%s %s at @%x@, which the kernel declares const", verb(access), (const char*)place(r, a), where);
     return;
   }
-  if (r.block && r.block != t.home) fail("%s another block's shared memory at @%x@", verb(access), where);
+  if (r.block && r.block != t.home && launch_.kernel->cluster == 1) fail("%s another block's shared memory at @%x@", verb(access), where);
   each_cell(r, a, n, [&](Cell& cell, Address p) { visit(cell, r, p, access, where); });
 }
 
@@ -622,10 +622,10 @@ int block_barrier(int predicate, Collective op, const char* file, int line) {
   return op == ADD ? int(t.value) : op == AND ? t.value == b.count : t.value != 0;
 }
 
-void grid_barrier(const char* file, int line) {
+// Of the threads of all blocks that are there.
+static void barrier_of_all(const char* file, int line, bool grid) {
   Thread& t = me();
-  const u64 threads = u64(t.home->count) * launch_.grid[0] * launch_.grid[1] * launch_.grid[2];
-  if (threads != u64(resident.size()) * t.home->count) fail("grid barrier at %s:%d in a launch that is not cooperative", file, line);
+  const u64 threads = u64(resident.size()) * t.home->count;
   t.file = file;
   t.line = line;
   t.state = AT_GRID_BARRIER;
@@ -633,10 +633,31 @@ void grid_barrier(const char* file, int line) {
     if (b->gone) fail("waits in %s, which other threads left the kernel without", (const char*)wait_name(t));
   if (++grid_arrived == threads) {
     grid_arrived = 0;
-    grid_epoch = epochs - 1;
+    if (grid) grid_epoch = epochs - 1;
     for (Block* b : resident) release(*b);
   }
   wait(t);
+}
+
+void grid_barrier(const char* file, int line) {
+  const u64 blocks = u64(launch_.grid[0]) * launch_.grid[1] * launch_.grid[2];
+  if (blocks != resident.size()) fail("grid barrier at %s:%d in a launch that is not cooperative", file, line);
+  barrier_of_all(file, line, true);
+}
+
+// Global memory is not watched across it: blocks of a cluster count as unordered there.
+void cluster_barrier(const char* file, int line) {
+  if (launch_.cooperative) fail("cluster barrier at %s:%d in a cooperative launch", file, line);
+  barrier_of_all(file, line, false);
+}
+
+void* cluster_map(void* shared, unsigned rank) {
+  const Block& b = *me().home;
+  if (rank >= unsigned(launch_.kernel->cluster)) fail("block %u of a cluster of %d", rank, launch_.kernel->cluster);
+  const Address a = Address(shared);
+  const bool dynamic = a - Address(b.dynamic) < SHARED;
+  const Block& other = *resident[rank];
+  return dynamic ? other.dynamic + (a - Address(b.dynamic)) : other.statics + (a - Address(b.statics));
 }
 
 void fence() {
@@ -1142,13 +1163,17 @@ static void launch(const Buffer* buffers, int buffer_count) {
     add_module(Address(launch_.kernel->address));
   }
   const size_t blocks = size_t(launch_.grid[0]) * launch_.grid[1] * launch_.grid[2];
-  std::vector<u32> order(blocks);
-  for (size_t i = 0; i < blocks; i++) {
+  const size_t cluster = size_t(launch_.kernel->cluster), clusters = blocks / cluster;
+  std::vector<u32> order(clusters);
+  for (size_t i = 0; i < clusters; i++) {
     const u32 j = draw(u32(i) + 1);
     order[i] = order[j];
     order[j] = u32(i);
   }
-  run(order, launch_.cooperative ? blocks : 1);
+  std::vector<u32> each;
+  for (u32 first : order)
+    for (size_t i = 0; i < cluster; i++) each.push_back(u32(first * cluster + i));
+  run(each, launch_.cooperative ? blocks : cluster);
   if (launch_.checked) check_outputs();
 }
 
