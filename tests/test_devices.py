@@ -50,6 +50,23 @@ def test_engine(device: str, activation: str, tmp_path, monkeypatch) -> None:
                 assert np.array_equal(have.logits.view(np.int32), expected.logits.view(np.int32))
 
 
+@pytest.mark.parametrize("device", ["checked"], indirect=True)
+def test_emulated_engine_under_watch(device: str, tmp_path, monkeypatch) -> None:
+    """Prompt and tree rounds: no dependent launch reads or writes before its wait what
+    the kernels in front of it may still be at; tensor cores where the shapes allow."""
+    from tests.conftest import launcher
+
+    kernels = ops.CudaOps("bfloat16", launcher=launcher(device), poison=True)
+    monkeypatch.setattr(engine, "make_ops", lambda *_: kernels)
+    directory = toy.write_checkpoint(tmp_path / "toy", drafter={})
+    made = toy.engine_of(directory, drafter=True, activation="bfloat16")
+    launches = set()
+    kernels.listener = lambda launch: launches.add(launch.kernel)
+    [result] = toy.decode(made, [[5, 6, 7]], "tree", 3, max_tokens=3)
+    assert len(result.token_ids) == 3
+    assert {"add_rms_norm", "query_entry", "linear_mma_1_1"} <= launches, launches
+
+
 GOLDENS = Path(__file__).parent / "goldens"
 NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/golden.npz"))
 

@@ -338,6 +338,35 @@ def test_a_dependent_launch_waits(request, build):
     assert_fault(module, "early_read", "before grid_dep", (1, 32), (y, x), dependent=True)
 
 
+CLUSTER = r"""
+extern "C" __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(32) around(float* y) {
+  __shared__ float parts[4];
+  cluster_sync();
+  if (threadIdx.x < 4) *cluster_map(parts + blockIdx.x % 4, threadIdx.x) = blockIdx.x;
+  cluster_sync();
+  if (threadIdx.x == 0) y[blockIdx.x] = parts[0] + 10 * parts[1] + 100 * parts[2] + 1000 * parts[3];
+}
+extern "C" __global__ void __cluster_dims__(2, 1, 1) left_before_cluster(float* y) {
+  __shared__ float part;
+  if (blockIdx.x) return;
+  cluster_sync();
+  y[0] = part;
+}
+"""
+
+
+@pytest.mark.parametrize("checked", (False, True))
+def test_blocks_of_a_cluster_write_into_each_other(checked):
+    module, y = Module(CLUSTER, name="cluster.cu", checked=checked), floats(8)
+    for seed in range(3):
+        module.function("around")((8,), (32,), (y,), seed=seed)
+        assert y.tolist() == [3210] * 4 + [7654] * 4
+    with pytest.raises(EmulatorError, match="6 blocks in clusters of 4"):
+        module.function("around")((6,), (32,), (y,))
+    with pytest.raises(EmulatorError, match="no thread can go on|without"):
+        module.function("left_before_cluster")((2,), (32,), (y,))
+
+
 def test_unmapped_write_is_located(plain):
     stride = i32(2**28)
     assert_fault(plain, "global_write", "which is not mapped", (1, 32), (floats(32), stride))
