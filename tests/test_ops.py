@@ -33,6 +33,8 @@ def drawn_cases(seed: int) -> list[tuple]:
         (op_cases.check_exact, op_cases.ROUTER + op_cases.DECODING),
     ):
         for case, shape in cases:
+            if case is op_cases.sums_of_ranks and shape[-1]:
+                continue  # slices are written into memory that is no argument
             if np.prod([n for n in shape if isinstance(n, int)] or [1]) < 10**7:  # for its time
                 by_kind.setdefault(case.__name__, []).append((check, case, shape))
     return [cases[rng.integers(len(cases))] for cases in by_kind.values()]
