@@ -136,6 +136,34 @@ def router_case(goals: dict) -> Case:
     )  # fmt: skip
 
 
+def mixture_case(goals: dict) -> Case:
+    """A layer's experts from their normed input on: router, shared expert, routed ones. How many
+    of those a batch reads is not known beforehand: the bytes are of as many as random ones."""
+    routed = experts_case({})
+    sizes = (1, WIDTH, HIDDEN), (1, WIDTH, HIDDEN), (1, HIDDEN, WIDTH)
+
+    def draw(kernels, seed: int):
+        shared = [matrix(kernels, seed + 10 + i, *s) for i, s in enumerate(sizes)]
+        return matrix(kernels, seed, EXPERTS, HIDDEN), shared, routed.draw(kernels, seed + 20)
+
+    def prepare(kernels, w):
+        shared = kernels.prepare_mlp(*w[1], 1)
+        router, shared = kernels.join_router(kernels.prepare(w[0]), shared)
+        bias = kernels.launcher.upload(np.zeros(EXPERTS, np.float32))
+        return router, bias, kernels.prepare_mlp(*w[2], 1), shared
+
+    def traffic(rows: int, ids) -> int:
+        chosen = EXPERTS * (1 - (1 - TOP_K / EXPERTS) ** rows) if rows else EXPERTS
+        expert, dense = 3 * WIDTH * HIDDEN // 32 * 18, 2 * (EXPERTS + 3 * WIDTH) * HIDDEN
+        return int(chosen * expert) + dense + rows * 6 * HIDDEN
+
+    return Case(
+        "router, experts, shared", HIDDEN, draw, prepare,
+        run=lambda kernels, w, x: kernels.mixture(x, *w[:2], TOP_K, True, 2.827, *w[2:]),
+        traffic=traffic, goals=goals, bound=ROUNDED,
+    )  # fmt: skip
+
+
 def layer_case(goals: dict) -> Case:
     """All of a layer but attention, whose output is the same for every row, and routed experts."""
     sizes = {
@@ -258,6 +286,7 @@ def attention_case(context: int, goals: dict, heads=8, latent=512, width=576) ->
 
 CASES = (
     experts_case({1: 12, 2: 18, 4: 30, 8: 51, 16: 86, 32: 141, 64: 215, 128: 270}),
+    mixture_case({}),
     linear_case("q_a + kv_a", 2112, HIDDEN, 1, {1: 8.3, 16: 9, 64: 11}),
     linear_case("q_b", 1536, 1536, 1, {1: 2.5, 16: 2.5, 64: 4}),
     absorb_case(True, {1: 3, 16: 3, 64: 5}),

@@ -1036,36 +1036,54 @@ KERNEL block_fold(const float2* parts,  // [B * n, H, spans]
 
 // ==== route ====
 
+// The sum of equal `shares` (a power of two, at most 8) of a product's K, `apart`: joined pairwise.
+DEVICE float join_shares(const float* of, int shares, i64 apart) {
+  float part[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++)
+    if (i < shares) part[i] = of[i * apart];
+#pragma unroll
+  for (int d = 1; d < 8; d <<= 1)
+    if (d < shares)
+#pragma unroll
+      for (int i = 0; i < 8; i += 2 * d) part[i] = __fadd_rn(part[i], part[i + d]);
+  return part[0];
+}
+
 // Sigmoid router: the bias chooses, the unbiased scores weigh (R4). Ties go to the lower id, NaN counts
 // as -inf. Chosen weights are added in ascending id. One block a row: all warps make the scores, the
-// first one takes the best expert top_k times, -DPER_LANE of them in a lane's registers. A logit is the
-// sum of `shares` numbers (a power of two, at most 8), joined pairwise.
-// Shared: 2 E words, then 2 * top_k.
-KERNEL route(const float* logits,  // [shares, T, E]
+// first one takes the best expert top_k times, -DPER_LANE of them in a lane's registers.
+// Further blocks: h = SiLU(gate) * up, rounded, one element a thread. Their columns follow those of the
+// experts, padded to whole tiles of 16: 8 gates, their 8 ups, and so on.
+// grid T + ceil(T * width / THREADS); shared: 2 E words, then 2 * top_k.
+KERNEL route(const float* logits,  // [shares, T, stride]
              const float* bias,    // [E]
              int* ids,             // [T, top_k] ascending
              float* weights,       // [T, top_k]
-             int T, int E, int shares, int top_k, int normalise, float scaling) {
+             act* h,               // [T, width]
+             int T, int E, int stride, int shares, int top_k, int normalise, float scaling,
+             int width) {
   extern __shared__ __align__(16) u32 keys[];  // [E], ordered as the choices, above 0
   float* scores = (float*)(keys + E);          // [E]
   int* chosen = (int*)(scores + E);            // [top_k], best first
   float* weighed = (float*)(chosen + top_k);   // [top_k], by ascending id
+  grid_dependency_wait();  // for the logits; another step may still read ids, weights and h
+  // Not before: blocks of the next kernel would pile up on the processors that are free by then.
   grid_dependency_launch();
-  grid_dependency_wait();  // for the logits; another step may still read ids and weights
-  logits += (i64)blockIdx.x * E;
+  const i64 apart = (i64)T * stride;
+  if ((int)blockIdx.x >= T) {
+    const int i = (blockIdx.x - T) * THREADS + threadIdx.x, row = i / width, c = i % width;
+    if (row >= T) return;
+    const float* gate = logits + (i64)row * stride + (E + 15) / 16 * 16 + c / 8 * 16 + c % 8;
+    const float g = join_shares(gate, shares, apart), up = join_shares(gate + 8, shares, apart);
+    store(h + i, __fmul_rn(silu(g), up));
+    return;
+  }
+  logits += (i64)blockIdx.x * stride;
   for (int e = threadIdx.x; e < E; e += THREADS) {
-    float part[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-      if (i < shares) part[i] = logits[(i64)i * T * E + e];
-    const float own = bias[e];
-#pragma unroll
-    for (int d = 1; d < 8; d <<= 1)
-      if (d < shares)
-#pragma unroll
-        for (int i = 0; i < 8; i += 2 * d) part[i] = __fadd_rn(part[i], part[i + d]);
-    const float score = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-part[0])));
-    const float value = __fadd_rn(__fadd_rn(score, own), 0.0f);  // -0 becomes 0
+    const float logit = join_shares(logits + e, shares, apart);
+    const float score = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-logit)));
+    const float value = __fadd_rn(__fadd_rn(score, bias[e]), 0.0f);  // -0 becomes 0
     const u32 bits = __float_as_uint(value == value ? value : minus_infinity());
     keys[e] = bits >> 31 ? ~bits : bits | 0x80000000u;
     scores[e] = score;

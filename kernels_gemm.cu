@@ -120,27 +120,44 @@ KERNEL pack_heads(const bf16* kv_b,
 // Sums over K in `parts` equal parts (a power of two), joined pairwise; a part adds its steps
 // ascending. An item is `columns` blocks of MW tiles of 16 outputs, for NT * 8 rows of x; the eight warps
 // share out its parts and columns: warp w takes parts of share w % split, column w / split. A warp
-// with several parts joins them as a binary counter carries. A chunk of weights has at most AHEAD
-// steps; x is loaded one chunk ahead.
+// with several parts joins them as a binary counter carries. x is loaded AHEAD steps before its use.
 struct Shape {
   int stride;  // elements between rows of x
   int blocks;  // of MW tiles
   int steps;   // K / 32 of the whole matrix
   int first;   // step that this sum begins with
   int parts, part_steps, chunk;  // chunk: steps of one copy, divides part_steps
+  int split;                     // warps that share K, a power of two up to WARPS and `parts`
 };
+
+// n (a power of two, at most WARPS / 2) sums that lie `apart`, added pairwise.
+DEVICE float4 join(const float4* of, int apart, int n) {
+  float4 v[WARPS / 2];
+#pragma unroll
+  for (int i = 0; i < WARPS / 2; i++)
+    if (i < n) v[i] = of[i * apart];
+#pragma unroll
+  for (int d = 1; d < WARPS / 2; d <<= 1)
+    if (d < n)
+#pragma unroll
+      for (int i = 0; i < WARPS / 2; i += 2 * d) {
+        v[i].x = __fadd_rn(v[i].x, v[i + d].x), v[i].y = __fadd_rn(v[i].y, v[i + d].y);
+        v[i].z = __fadd_rn(v[i].z, v[i + d].z), v[i].w = __fadd_rn(v[i].w, v[i + d].w);
+      }
+  return v[0];
+}
 
 // Calls finish(tile, n, v) for every tile of outputs and every eight rows of x: v.x, v.y are output
 // 16 tile + g of rows 8n + 2t and 8n + 2t + 1, v.z, v.w those of output 16 tile + 8 + g.
-// Shared: rings of STAGES places (one, where a warp takes one chunk), then [WARPS, MW, NT, 32] float4 sums, then as many for each level of waiting parts,
-// then barriers.
+// Shared: rings of STAGES places (one, where a warp takes one chunk), then [WARPS, MW, NT, 32] float4
+// sums, then as many for each level of waiting parts, then barriers.
 template <int NT, int MW, int AHEAD, class Finish>
 DEVICE void products(const bf16* x, const unsigned char* weight, int T, const Shape& s,
                      const Finish& finish) {
   extern __shared__ __align__(128) unsigned char memory[];
   constexpr int STEP = MW * 1024;
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int split = min(s.parts, WARPS), columns = WARPS / split;
+  const int split = s.split, columns = WARPS / split;
   const int share = warp % split, column = warp / split;
   const int own = s.parts / split, steps = own * s.part_steps, chunks = steps / s.chunk;
   const int part_chunks = s.part_steps / s.chunk, units = columns * MW * NT;
@@ -175,15 +192,15 @@ DEVICE void products(const bf16* x, const unsigned char* weight, int T, const Sh
 
   const int row = g * s.stride + (s.first + share * steps) * 32 + t * 8;  // of 64 rows: an int does
   uint4 b[AHEAD][NT] = {};  // of one chunk; rows past the last stay zero
-  auto load = [&](int k, int chunk) {
+  auto load = [&](int place, int chunk, int k) {
 #pragma unroll
     for (int n = 0; n < NT; n++)
       if (n * 8 + g < T)
-        b[k][n] = *(const uint4*)(x + row + n * 8 * s.stride + (chunk * s.chunk + k) * 32);
+        b[place][n] = *(const uint4*)(x + row + n * 8 * s.stride + (chunk * s.chunk + k) * 32);
   };
 #pragma unroll
   for (int k = 0; k < AHEAD; k++)
-    if (k < s.chunk) load(k, 0);
+    if (k < s.chunk) load(k, 0, k);
 
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     float sum[MW][NT][4] = {};
@@ -191,27 +208,33 @@ DEVICE void products(const bf16* x, const unsigned char* weight, int T, const Sh
 #pragma unroll 1
       for (int c = 0; c < chunks; c++) {
         const uint4* w = (const uint4*)ring.get() + lane;
-        const bool again = chunks > 1 && (c + 1 < chunks || item + gridDim.x < items);
+        // Whether b goes on to the next chunk; an item of one chunk that b holds whole keeps it.
+        const bool again = (chunks > 1 || AHEAD < s.chunk) &&
+                           (c + 1 < chunks || item + (int)gridDim.x < items);
+#pragma unroll 1
+        for (int begin = 0; begin < s.chunk; begin += AHEAD)
 #pragma unroll
-        for (int k = 0; k < AHEAD; k++) {
-          if (k >= s.chunk) break;
+          for (int i = 0; i < AHEAD; i++) {
+            const int k = begin + i;
+            if (k >= s.chunk) break;
 #pragma unroll
-          for (int half = 0; half < 2; half++) {
-            u32 a[MW][4];
+            for (int half = 0; half < 2; half++) {
+              u32 a[MW][4];
 #pragma unroll
-            for (int m = 0; m < MW; m++) {
-              const uint4 v = w[((k * MW + m) * 2 + half) * 32];
-              a[m][0] = v.x, a[m][1] = v.y, a[m][2] = v.z, a[m][3] = v.w;
+              for (int m = 0; m < MW; m++) {
+                const uint4 v = w[((k * MW + m) * 2 + half) * 32];
+                a[m][0] = v.x, a[m][1] = v.y, a[m][2] = v.z, a[m][3] = v.w;
+              }
+#pragma unroll
+              for (int n = 0; n < NT; n++)
+#pragma unroll
+                for (int m = 0; m < MW; m++)
+                  if (half == 0) mma_bf16(sum[m][n], a[m], b[i][n].x, b[i][n].y);
+                  else mma_bf16(sum[m][n], a[m], b[i][n].z, b[i][n].w);
             }
-#pragma unroll
-            for (int n = 0; n < NT; n++)
-#pragma unroll
-              for (int m = 0; m < MW; m++)
-                if (half == 0) mma_bf16(sum[m][n], a[m], b[k][n].x, b[k][n].y);
-                else mma_bf16(sum[m][n], a[m], b[k][n].z, b[k][n].w);
+            if (k + AHEAD < s.chunk) load(i, c, k + AHEAD);
+            else if (again) load(i, c + 1 == chunks ? 0 : c + 1, i);
           }
-          if (again) load(k, c + 1 == chunks ? 0 : c + 1);  // the same step of the next chunk
-        }
         ring.replace(from, there());
         advance();
         if (own == 1 || (c + 1) % part_chunks) continue;
@@ -245,20 +268,14 @@ DEVICE void products(const bf16* x, const unsigned char* weight, int T, const Sh
             float4{sum[m][n][0], sum[m][n][1], sum[m][n][2], sum[m][n][3]};
     __syncthreads();  // all shares of a sum are there before they are joined
     for (int u = warp; u < units; u += WARPS) {
-      float4 v[WARPS];
-#pragma unroll
-      for (int i = 0; i < WARPS; i++)
-        if (i < split) v[i] = sums[(i * units + u) * 32 + lane];
-#pragma unroll
-      for (int d = 1; d < WARPS; d <<= 1)
-        if (d < split)
-#pragma unroll
-          for (int i = 0; i < WARPS; i += 2 * d) {
-            v[i].x = __fadd_rn(v[i].x, v[i + d].x), v[i].y = __fadd_rn(v[i].y, v[i + d].y);
-            v[i].z = __fadd_rn(v[i].z, v[i + d].z), v[i].w = __fadd_rn(v[i].w, v[i + d].w);
-          }
+      float4 v = join(sums + u * 32 + lane, units * 32, min(split, WARPS / 2));
+      if (split == WARPS) {
+        const float4 right = join(sums + (WARPS / 2 * units + u) * 32 + lane, units * 32, WARPS / 2);
+        v.x = __fadd_rn(v.x, right.x), v.y = __fadd_rn(v.y, right.y);
+        v.z = __fadd_rn(v.z, right.z), v.w = __fadd_rn(v.w, right.w);
+      }
       const int block = item * columns + u / (MW * NT);
-      if (block < s.blocks) finish(block * MW + u / NT % MW, u % NT, v[0]);
+      if (block < s.blocks) finish(block * MW + u / NT % MW, u % NT, v);
     }
     if (item + gridDim.x < items) __syncthreads();  // joined before the next item writes `sums`
   }
@@ -311,16 +328,16 @@ DEVICE void gate_up_mma(const bf16* x, const unsigned char* weight, bf16* h, int
   linear_mma_##NT##_##MW(const bf16* x, const unsigned char* weight,                               \
                          void* y /* [T, y_stride], shares `apart` */, int rounded, int y_stride,   \
                          int apart, int T, int out, int stride, int blocks, int steps, int parts,  \
-                         int part_steps, int chunk) {                                              \
+                         int part_steps, int chunk, int split) {                                   \
     const int first = blockIdx.z * parts * part_steps;                                             \
-    const Shape s = {stride, blocks, steps, first, parts, part_steps, chunk};                      \
+    const Shape s = {stride, blocks, steps, first, parts, part_steps, chunk, split};               \
     linear_mma<NT, MW, AHEAD_##NT##_##MW>(x, weight, y, rounded, y_stride, apart, T, out, s);      \
   }
 #define GATE_UP(NT)                                                                                \
   extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_##NT##_1) gate_up_mma_##NT##_1(   \
       const bf16* x, const unsigned char* weight, bf16* h /* [T, width] */, int T, int width,      \
-      int stride, int blocks, int steps, int parts, int part_steps, int chunk) {                   \
-    const Shape s = {stride, blocks, steps, 0, parts, part_steps, chunk};                          \
+      int stride, int blocks, int steps, int parts, int part_steps, int chunk, int split) {        \
+    const Shape s = {stride, blocks, steps, 0, parts, part_steps, chunk, split};                   \
     gate_up_mma<NT, AHEAD_##NT##_1>(x, weight, h, T, width, s);                                    \
   }
 LINEAR(1, 1)
@@ -680,7 +697,7 @@ expert_gate_up_mma(const bf16* x,                // [T, K], 16-byte aligned rows
     if (++put_chunk == chunks) put_chunk = 0, put_item += gridDim.x, locate();
   };
   locate();
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < STAGES; i++) ring.start(i, weight + (u64)piece * bytes, there()), advance();
 
   // b: one chunk of this lane's row of x (rows of other lanes may be stale: nobody stores their sums).
@@ -745,17 +762,24 @@ expert_gate_up_mma(const bf16* x,                // [T, K], 16-byte aligned rows
 // out[t, o]: in every leaf of the width, routed experts by ascending id, weighted, then the shared
 // one; then the leaf tree (R4). A block owns 32 outputs. In every leaf a warp takes whole tiles of
 // pairs and leaves the sums of a pair in its slot; then each output adds its own experts by
-// fma(weight, sum, total). A sum adds its groups ascending.
+// fma(weight, sum, total). A sum adds its groups ascending. The shared expert's down is multiplied here
+// too, as linear_mma would: one or two `beside_parts` of a leaf; that of the first leaf while the
+// kernel in front still works.
 // grid hidden / 32, block THREADS; shared: rings, [T * top_k, 8] float4 slots, [levels, T, 8] float4
-// waiting leaves, barriers, [T * top_k] weights, work. slot[g]: outputs g, 8 + g, 16 + g, 24 + g.
+// waiting leaves, [beside_parts, T, 8] float4, barriers, [T * top_k] weights, work.
+// slot[g]: outputs g, 8 + g, 16 + g, 24 + g.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 expert_down_mma(const bf16* h,                // [T * top_k, width], 16-byte aligned rows
                 const int* ids,               // [T, top_k] ascending in a row; outside [0, E): filler
                 const float* weights,         // [T, top_k]
                 const unsigned char* weight,  // of pack_int4, [E, hidden / 32, ...]
                 const float* shared,          // [T, leaves, hidden], read if has_shared
+                const bf16* beside_h,         // [T, beside_width], 16-byte aligned rows
+                const uint4* beside,          // of pack_dense, beside_wide tiles a block
                 float* out,                   // [T, hidden]
-                int T, int top_k, int E, int width, int hidden, int leaves, int has_shared) {
+                int T, int top_k, int E, int width, int hidden, int leaves, int has_shared,
+                int beside_width, int beside_wide,
+                int beside_parts) {  // at most 2; 0: nothing beside
   extern __shared__ __align__(128) unsigned char memory[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int leaf_width = width / leaves, chunks = leaf_width / 32 / DOWN_GROUPS, P = T * top_k;
@@ -764,7 +788,8 @@ expert_down_mma(const bf16* h,                // [T * top_k, width], 16-byte ali
   while ((1 << levels) < leaves) levels++;
   float4* slots = (float4*)(memory + WARPS * STAGES * bytes);
   float4* waiting = slots + P * 8;
-  u64* barriers = (u64*)(waiting + levels * T * 8);
+  float4* beside_sums = waiting + levels * T * 8;
+  u64* barriers = (u64*)(beside_sums + beside_parts * T * 8);
   float* factors = (float*)(barriers + WARPS * STAGES);
   Ring<STAGES> ring(memory + warp * STAGES * bytes, barriers + warp * STAGES, bytes);
   const Work work = sort_work(ids, T, top_k, E, (unsigned char*)(factors + P));
@@ -792,7 +817,47 @@ expert_down_mma(const bf16* h,                // [T * top_k, width], 16-byte ali
       for (int i = 0; i < 8; i++) slots[p * 8 + i] = float4{0, 0, 0, 0};
   }
 
-  grid_dependency_wait();  // for h; the kernel that makes it began when ids and weights were there
+  const int beside_steps = beside_width / 32, leaf_steps = beside_steps / leaves;
+  auto multiply_beside = [&](int leaf) {  // a warp takes eight rows and a part
+    const int part_steps = beside_parts ? leaf_steps / beside_parts : 0;
+    for (int u = warp; u < (T + 7) / 8 * beside_parts; u += WARPS) {
+      const int part = u % beside_parts, first = u / beside_parts * 8;
+      const int begin = leaf * leaf_steps + part * part_steps;
+      const bf16* x = beside_h + (i64)(first + g) * beside_width + begin * 32 + t * 8;
+      float sum[2][4] = {};
+      for (int k = 0; k < part_steps; k += 2) {
+        uint4 a[2][2][2] = {}, b[2] = {};
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          if (k + i >= part_steps) continue;
+#pragma unroll
+          for (int m = 0; m < 2; m++) {
+            const int tile = blockIdx.x * 2 + m;
+            const i64 step = (i64)(tile / beside_wide) * beside_steps + begin + k + i;
+            const uint4* w = beside + (step * beside_wide + tile % beside_wide) * 64 + lane;
+            a[i][m][0] = w[0], a[i][m][1] = w[32];
+          }
+          if (first + g < T) b[i] = *(const uint4*)(x + (k + i) * 32);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          if (k + i >= part_steps) continue;
+#pragma unroll
+          for (int m = 0; m < 2; m++) {
+            const u32 low[4] = {a[i][m][0].x, a[i][m][0].y, a[i][m][0].z, a[i][m][0].w};
+            const u32 high[4] = {a[i][m][1].x, a[i][m][1].y, a[i][m][1].z, a[i][m][1].w};
+            mma_bf16(sum[m], low, b[i].x, b[i].y);
+            mma_bf16(sum[m], high, b[i].z, b[i].w);
+          }
+        }
+      }
+      float4* to = beside_sums + (part * T + first + 2 * t) * 8 + g;
+      if (first + 2 * t < T) to[0] = float4{sum[0][0], sum[0][2], sum[1][0], sum[1][2]};
+      if (first + 2 * t + 1 < T) to[8] = float4{sum[0][1], sum[0][3], sum[1][1], sum[1][3]};
+    }
+  };
+  multiply_beside(0);
+  grid_dependency_wait();  // for h; the kernel that makes it began when all else was there
   grid_dependency_launch();  // what follows may fetch its weights meanwhile
   // b, row: as above, of h.
   uint4 b[DOWN_GROUPS] = {};
@@ -811,6 +876,7 @@ expert_down_mma(const bf16* h,                // [T * top_k, width], 16-byte ali
   for (int k = 0; k < DOWN_GROUPS; k++) reload(k);
 
   for (int leaf = 0; leaf < leaves; leaf++) {
+    if (leaf) multiply_beside(leaf);
     for (int i = warp; i < work.n_tiles; i += WARPS) {
       float sum[2][4] = {};
 #pragma unroll 1
@@ -844,6 +910,16 @@ expert_down_mma(const bf16* h,                // [T * top_k, width], 16-byte ali
 #pragma unroll
         for (int m = 0; m < 4; m++)
           total[m] = __fadd_rn(total[m], shared[((i64)row * leaves + leaf) * hidden + column + 8 * m]);
+      if (beside_parts) {
+        float4 v = beside_sums[i];
+        if (beside_parts == 2) {
+          const float4 right = beside_sums[T * 8 + i];
+          v.x = __fadd_rn(v.x, right.x), v.y = __fadd_rn(v.y, right.y);
+          v.z = __fadd_rn(v.z, right.z), v.w = __fadd_rn(v.w, right.w);
+        }
+        total[0] = __fadd_rn(total[0], v.x), total[1] = __fadd_rn(total[1], v.y);
+        total[2] = __fadd_rn(total[2], v.z), total[3] = __fadd_rn(total[3], v.w);
+      }
       float4* of = waiting + i;  // read and written by this thread alone
       int level = 0;
       for (; (leaf >> level) & 1; level++) {

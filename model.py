@@ -126,6 +126,7 @@ class Model:
         else:
             one = (mlp.gate, mlp.up, mlp.down)
         shared = None if one[0] is None else ops.prepare_mlp(*map(stack_of_one, one), n)
+        router, shared = ops.join_router(router, shared)
         return _Layer(attention, ops.upload(w.post_norm), experts, shared, router, bias)
 
     @property
@@ -181,12 +182,5 @@ class Model:
         ops, dims = self.ops_for("down_proj"), self.dims
         if w.experts is None:
             return ops.mlp(h, w.shared)
-        ids, weights = ops.route(
-            h,
-            w.router,
-            w.bias,
-            dims.num_experts_per_tok,
-            dims.norm_topk_prob,
-            dims.routed_scaling_factor,
-        )
-        return ops.moe(h, ids, weights, w.experts, w.shared)
+        choice = dims.num_experts_per_tok, dims.norm_topk_prob, dims.routed_scaling_factor
+        return ops.mixture(h, w.router, w.bias, *choice, w.experts, w.shared)

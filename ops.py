@@ -21,7 +21,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import ml_dtypes
@@ -806,15 +806,19 @@ HEAD_ROWS = 16  # rows of a block of absorb_mma
 EXPERT_ROWS = 128  # rows of one launch over the experts
 DOWN_ROWS = (128, 64, 32, 16, 8)  # of one launch of expert_down_mma: the most that a block can hold
 MAX_PAIRS = 4096  # (row, expert) pairs of one launch: struct Work has 12 bits for them
-PIECE = 4  # steps of a piece of weight, if a warp has several
-STAGES = 2  # pieces of weight that a warp has in flight: three were no faster
+WHOLE = 8  # kB of weight that a warp may have in flight in one piece
+SHARES = (1, 2, 4, 8)  # of K, in blocks of their own, or of the warps of a block
+BESIDE_ROWS = 32  # up to which expert_down_mma multiplies the shared expert's down too
+STAGES = 2  # pieces of an expert's weight that a warp has in flight: three were no faster
+LINEAR_STAGES = 2  # of a dense one
+PIECE = 4  # steps of one of those, if they divide
 
 
 @dataclass(frozen=True)
 class Tile:
     """A variant of the dense kernels: 8 * `eights` rows of x, `wide` tiles of 16 outputs a warp.
 
-    ahead     steps of x that a lane holds; a piece of weight has no more
+    ahead     steps of x that a lane holds
     resident  blocks a multiprocessor
     """
 
@@ -826,9 +830,9 @@ class Tile:
 
 TILES = (
     Tile(1, 1, ahead=8, resident=2),
-    Tile(2, 1, ahead=8, resident=1),
-    Tile(4, 1, ahead=8, resident=1),
-    Tile(8, 1, ahead=2, resident=1),
+    Tile(2, 1, ahead=4, resident=2),
+    Tile(4, 1, ahead=4, resident=1),
+    Tile(8, 1, ahead=3, resident=1),
     Tile(1, 2, ahead=4, resident=2),
     Tile(2, 2, ahead=4, resident=2),
     Tile(4, 2, ahead=4, resident=1),
@@ -852,18 +856,28 @@ def _piece(steps: int, most: int = 4) -> int:
     return next(n for n in range(most, 0, -1) if steps % n == 0)
 
 
+def _pieces(part_steps: int, own: int, wide: int):
+    """(places in a warp's ring, steps of a piece) of a dense weight, the best first; own: parts
+    that a warp has."""
+    if own == 1 and part_steps * wide <= WHOLE:
+        yield 1, part_steps
+    if _piece(part_steps, PIECE) == 1:  # longer ones are better than single steps
+        yield LINEAR_STAGES, _piece(part_steps, WHOLE)
+    yield LINEAR_STAGES, _piece(part_steps, PIECE)
+
+
 # -D of the dense section.
 LINEAR_DEFINES: Defines = (
-    ("STAGES", STAGES),
+    ("STAGES", LINEAR_STAGES),
     *((f"{name.upper()}_{t.eights}_{t.wide}", getattr(t, name))
       for t in TILES for name in ("ahead", "resident")),
 )  # fmt: skip
 
 
-def linear_shared_bytes(tile: Tile, piece: int, own: int, places: int = STAGES) -> int:
+def linear_shared_bytes(tile: Tile, piece: int, own: int, places: int = LINEAR_STAGES) -> int:
     """Of the dense kernels; own: parts of K that one warp joins, places: pieces in its ring."""
     sums = WARPS * tile.wide * tile.eights * 512
-    rings = WARPS * (places * piece * tile.wide * 1024 + STAGES * 8)
+    rings = WARPS * (places * piece * tile.wide * 1024 + LINEAR_STAGES * 8)
     return rings + sums * (1 + (own - 1).bit_length())
 
 
@@ -898,6 +912,22 @@ class TensorMatrix:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How blocks share a product: `shares` of K in blocks of their own, `split` warps on one of
+    those; pieces of `piece` steps. whole: all at once, a piece a warp. blocks: of a share; grid:
+    as many as it has work for."""
+
+    tile: Tile
+    shares: int
+    split: int
+    piece: int
+    whole: bool
+    shared_bytes: int
+    blocks: int
+    grid: int
+
+
+@dataclass(frozen=True)
 class TensorHeads:
     """One half of kv_b in the order of pack_heads: `outputs` sums over `columns` a head."""
 
@@ -919,11 +949,15 @@ class TensorHeads:
 
 @dataclass(frozen=True)
 class TensorMlp:
-    """A dense gated MLP; gate_up has 2 * width outputs."""
+    """A dense gated MLP; gate_up has 2 * width outputs.
+
+    routed  the rows of a router, padded to whole tiles, and gate_up as one matrix, if they are
+    """
 
     gate_up: TensorMatrix
     down: TensorMatrix
     leaves: int
+    routed: TensorMatrix | None = None
 
 
 @dataclass(frozen=True)
@@ -955,13 +989,19 @@ class TensorExperts:
             ("DOWN_GROUPS", self.down_groups),
         )
 
+    @property
+    def chunks(self) -> int:
+        """Pieces in a part of gate and up."""
+        return self.hidden // self.parts // STEP // self.up_groups
+
     def up_shared_bytes(self, rows: int, top_k: int) -> int:
         rings = self.parts * STAGES * (576 * self.up_groups + 8)
         return rings + 2 * self.parts * 1024 + _work_bytes(self.experts, rows, top_k)
 
-    def down_shared_bytes(self, rows: int, top_k: int) -> int:
+    def down_shared_bytes(self, rows: int, top_k: int, beside_parts: int = 0) -> int:
         rings = WARPS * STAGES * (576 * self.down_groups + 8)
-        slots = rows * 128 * (top_k + (self.leaves - 1).bit_length()) + 4 * rows * top_k
+        sums = top_k + (self.leaves - 1).bit_length() + beside_parts
+        slots = rows * 128 * sums + 4 * rows * top_k
         return rings + slots + _work_bytes(self.experts, rows, top_k)
 
 
@@ -1050,56 +1090,71 @@ class TensorCoreKernels:
             both, one, n, width, hidden, leaves, up_groups, down_groups,
         )  # fmt: skip
 
-    def _tile(self, rows: int, weight: TensorMatrix, parts: int, part_steps: int, shares: int):
-        """The variant for so many rows: (tile, piece, shared bytes, blocks); fewer rows a block
-        where the block has too little memory. parts, part_steps: of one of `shares` of K.
-
-        Where all blocks run at once and a warp has one part, that is one piece: all of the weight
-        is then on its way before x is there.
-        """
-        own, limits = max(1, parts // WARPS), self.launcher.limits
-        most, items = limits.shared_bytes, _ceil(weight.blocks, WARPS // min(parts, WARPS))
+    def _cuts(self, rows: int, weight: TensorMatrix, parts: int, least: int, most: int):
+        """Every way to launch a product with K in `parts` and from `least` to `most` shares, as
+        Cut: they give the same bits."""
+        limits, steps = self.launcher.limits, weight.in_features // STEP
+        part_steps = steps // parts
         variants = [t for t in TILES if t.wide == weight.wide]
         enough = next((t.eights for t in variants if 8 * t.eights >= rows), variants[-1].eights)
-        fit = [t for t in reversed(variants) if t.eights <= enough]
-        for tile, whole in ((t, w) for t in fit for w in (True, False)):
-            if whole and (own > 1 or part_steps > tile.ahead):
-                continue
-            piece = part_steps if whole else _piece(part_steps, min(PIECE, tile.ahead))
-            need = linear_shared_bytes(tile, piece, own, 1 if whole else STAGES)
-            if items * shares <= limits.processors:
-                need = max(need, most // 3 + 512)  # blocks of this launch and of the next find one
-                # place each, no second
-            at_once = min(tile.resident, most // need) * limits.processors
-            if at_once and not (whole and at_once < items * shares):
-                break
-        return tile, piece, need, min(items, max(1, at_once))
+        for tile in (t for t in variants if t.eights <= enough):
+            for shares in (n for n in SHARES if least <= n <= most and parts % n == 0):
+                for split in (n for n in SHARES if parts // shares % n == 0):
+                    own, items = parts // shares // split, _ceil(weight.blocks, WARPS // split)
+                    grid = items * shares
+                    for places, piece in _pieces(part_steps, own, tile.wide):
+                        need = linear_shared_bytes(tile, piece, own, places)
+                        if grid <= limits.processors:  # blocks of this launch and of the next find
+                            need = max(need, limits.shared_bytes // 3 + 512)  # one place each
+                        resident = min(tile.resident, limits.shared_bytes // need)
+                        count, whole = min(items, resident * limits.processors), places == 1
+                        if resident and not (whole and count * shares < grid):
+                            yield Cut(tile, shares, split, piece, whole, need, count, grid)
+                            break
+
+    def _cut(self, rows: int, weight: TensorMatrix, parts: int, least=1, most=1) -> Cut:
+        """The one with the least to read for the busiest processor: bytes of weights, a tenth of
+        those of x, what shares write and read; less if all is on its way before x is there."""
+        steps, processors = weight.in_features // STEP, self.launcher.limits.processors
+        key = rows, weight.in_features, weight.blocks, weight.wide, parts, least, most
+        if key in self._cuts_chosen:
+            return self._cuts_chosen[key]
+
+        def cost(cut: Cut):
+            k, columns = steps * STEP // cut.shares, WARPS // cut.split * weight.wide * 16
+            count, times = min(rows, 8 * cut.tile.eights), _ceil(rows, 8 * cut.tile.eights)
+            blocks = _ceil(cut.grid * times, processors)
+            read = blocks * k * (2 * columns + 0.2 * count) * (0.85 if cut.whole else 1)
+            between = 128 * rows * weight.blocks * weight.wide / processors + 2000
+            return read + between * cut.shares, -cut.split
+
+        self._cuts_chosen[key] = min(self._cuts(rows, weight, parts, least, most), key=cost)
+        return self._cuts_chosen[key]
 
     def _mma(
-        self, kernel: str, x, weight: TensorMatrix, out, columns: tuple, shares=1, parts=None
+        self, kernel: str, x, weight: TensorMatrix, out, columns: tuple, cut: Cut, parts: int
     ) -> None:
         """x times a packed weight into `out`; the sums of equal shares of K are not joined.
 
         columns  the kernel's arguments around T
         parts    of K, all shares together
         """
-        parts = (parts or weight.parts * weight.leaves) // shares
         steps = weight.in_features // STEP
-        part_steps = steps // shares // parts
-        tile, piece, shared, blocks = self._tile(len(x), weight, parts, part_steps, shares)
         before, after = columns
+        grid = (cut.blocks, _ceil(len(x), 8 * cut.tile.eights), cut.shares)
         self._launch(
-            "linear_mma", f"{kernel}_{tile.eights}_{tile.wide}",
-            (blocks, _ceil(len(x), 8 * tile.eights), shares), x, weight.data, out, *before, len(x),
-            *after, weight.in_features, weight.blocks, steps, parts, part_steps, piece,
-            shared_bytes=shared, defines=LINEAR_DEFINES, dependent=True,
+            "linear_mma", f"{kernel}_{cut.tile.eights}_{cut.tile.wide}", grid, x, weight.data, out,
+            *before, len(x), *after, weight.in_features, weight.blocks, steps, parts // cut.shares,
+            steps // parts, cut.piece, cut.split, shared_bytes=cut.shared_bytes,
+            defines=LINEAR_DEFINES, dependent=True,
         )  # fmt: skip
 
     def _mma_gate_up(self, op: str, x, weight: TensorMlp):
         x = self._take(op, "x", x, self.act, None, weight.gate_up.in_features, aligned=True)
         width = weight.gate_up.out_features // 2
-        h = self.empty((len(x), width), self.act)
-        self._mma("gate_up_mma", x, weight.gate_up, h, ((), (width,)))
+        h, parts = self.empty((len(x), width), self.act), weight.gate_up.parts
+        cut = self._cut(len(x), weight.gate_up, parts)
+        self._mma("gate_up_mma", x, weight.gate_up, h, ((), (width,)), cut, parts)
         return h
 
     def _mma_query(self, q, key: TensorHeads, cos, sin, positions):
@@ -1126,7 +1181,7 @@ class TensorCoreKernels:
         )  # fmt: skip
         return out
 
-    def _mma_experts(self, x, ids, weights, experts: TensorExperts, shared):
+    def _mma_experts(self, x, ids, weights, experts: TensorExperts, shared, hidden=None):
         """`moe` with packed experts, before ranks join."""
         e = experts
         x = self._take("moe", "x", x, self.act, None, e.hidden, aligned=True)
@@ -1135,32 +1190,40 @@ class TensorCoreKernels:
         weights = self._take("moe", "weights", weights, FLOAT32, n, top_k)
         h = self.empty((n * top_k, e.width), self.act)
         out = self.empty((n, e.hidden))
-        beside = out if shared is None else self._shared_leaves(x, shared, e.leaves)
+        sums, beside, down, of_down = out, h[:0], e.down, (1, 1, 0)
+        if isinstance(shared, TensorMlp) and n <= BESIDE_ROWS and shared.down.parts <= 2:
+            self._check_leaves(shared, e.leaves)
+            beside = self._dense_gate_up("moe", x, shared) if hidden is None else hidden
+            matrix = shared.down
+            down, of_down = matrix.data, (matrix.in_features, matrix.wide, matrix.parts)
+        elif shared is not None:
+            sums = self._shared_leaves(x, shared, e.leaves, hidden)
         limits, blocks = self.launcher.limits, e.width // 16
-        chunks = e.hidden // e.parts // STEP // e.up_groups
         most_rows = max(1, MAX_PAIRS // top_k)
         step = min(EXPERT_ROWS, most_rows)
         for first in range(0, n, step):
             rows = slice(first, min(n, first + step))
             count = rows.stop - first
             need, pairs = e.up_shared_bytes(count, top_k), count * top_k
-            resident = max(1, min(3, limits.shared_bytes // (need + 1024)))
             most = min(pairs, e.experts + pairs // 8) * blocks
+            resident = max(1, min(3, limits.shared_bytes // (need + 1024)))
             self._launch(
                 "experts_mma", "expert_gate_up_mma", (min(most, resident * limits.processors),),
                 x[rows], ids[rows], e.gate_up, h[first * top_k :], count, top_k, e.experts, blocks,
-                chunks, shared_bytes=need, defines=e.defines, dependent=True,
+                e.chunks, shared_bytes=need, defines=e.defines, dependent=True,
             )  # fmt: skip
-        fit = (r for r in DOWN_ROWS if e.down_shared_bytes(r, top_k) <= limits.shared_bytes)
+        needs = {r: e.down_shared_bytes(r, top_k, of_down[2]) for r in DOWN_ROWS}
+        fit = (r for r, need in needs.items() if need <= limits.shared_bytes)
         step = min(next(fit, DOWN_ROWS[-1]), most_rows)
         for first in range(0, n, step):
             rows = slice(first, min(n, first + step))
             count = rows.stop - first
             self._launch(
                 "experts_mma", "expert_down_mma", (e.hidden // 32,), h[first * top_k :], ids[rows],
-                weights[rows], e.down, beside[rows], out[rows], count, top_k, e.experts, e.width,
-                e.hidden, e.leaves, int(shared is not None),
-                shared_bytes=e.down_shared_bytes(count, top_k), defines=e.defines, dependent=True,
+                weights[rows], e.down, sums[rows], beside[rows], down, out[rows], count, top_k,
+                e.experts, e.width, e.hidden, e.leaves, int(sums is not out), *of_down,
+                shared_bytes=e.down_shared_bytes(count, top_k, of_down[2]), defines=e.defines,
+                dependent=True,
             )  # fmt: skip
         return out
 
@@ -1396,6 +1459,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         self._functions: dict[tuple, object] = {}
         self._modules: dict[tuple, object] = {}
         self._counted: dict[int, object] = {}
+        self._cuts_chosen: dict[tuple, Cut] = {}
         self.listener: Callable[[Launch], None] | None = None
         self.mail: Mailbox | None = None
 
@@ -1865,7 +1929,10 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         x = self._take(op, "x", x, self.act, None, weight.in_features, aligned=aligned)
         y = self.empty((len(x), columns), self.act if rounded else FLOAT32)
         if packed:
-            self._mma("linear_mma", x, weight, y, ((int(rounded), columns, 0), (columns,)))
+            parts = weight.leaves * weight.parts
+            cut = self._cut(len(x), weight, parts)
+            before = int(rounded), columns, 0
+            self._mma("linear_mma", x, weight, y, (before, (columns,)), cut, parts)
             return y
         grid = (_ceil(columns, WARPS), _ceil(len(x), ROWS))
         self._launch(
@@ -2076,26 +2143,67 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
 
     # -- experts
 
-    def route(self, x, router: Matrix, bias, top_k: int, normalise: bool, scaling: float):
-        """Sigmoid router -> ids int32 [T, top_k] ascending, weights fp32 [T, top_k]."""
-        n, experts, shares = len(x), router.out_features, 1
-        if isinstance(router, TensorMatrix):
-            x = self._take("route", "x", x, self.act, None, router.in_features, aligned=True)
-            parts = parts_of(router.in_features, ROUTER_PARTS)
-            shares = max(1, parts // WARPS)
-            logits = self.empty((shares, n, experts))
-            columns = ((0, experts, n * experts), (experts,))
-            self._mma("linear_mma", x, router, logits, columns, shares, parts)
-        else:
-            logits = self.linear(x, router)
+    def join_router(self, router, shared):
+        """(router, shared experts) for `mixture`, from `prepare` and `prepare_mlp`: one matrix of
+        both lies in memory where tensor cores take them."""
+        if not isinstance(router, TensorMatrix) or not isinstance(shared, TensorMlp):
+            return router, shared
+        both, cut = (router, shared.gate_up), router.data.size
+        data = self.launcher.xp.concatenate([w.data for w in both])
+        self.launcher.synchronize()  # as in _pack_dense
+        n = data.size // (router.in_features * 2)
+        joined = replace(router, data=data, out_features=n)
+        router = replace(router, data=data[:cut])
+        gate_up = replace(shared.gate_up, data=data[cut:])
+        return router, replace(shared, gate_up=gate_up, routed=joined)
+
+    def mixture(
+        self, x, router, bias, top_k: int, normalise: bool, scaling: float, experts, shared
+    ):
+        """`route`, then `moe` with what it chose."""
+        if not isinstance(shared, TensorMlp) or shared.routed is None:
+            ids, weights = self.route(x, router, bias, top_k, normalise, scaling)
+            return self.moe(x, ids, weights, experts, shared)
+        logits, hidden = self._router_sums(x, shared.routed), shared.gate_up.out_features // 2
+        h = self.empty((len(x), hidden), self.act)
+        count = router.out_features
+        ids, weights = self._choose_experts(logits, count, bias, top_k, normalise, scaling, h)
+        return self.moe(x, ids, weights, experts, shared, h)
+
+    def _router_sums(self, x, matrix: TensorMatrix):
+        """x times the matrix of a router, shares of K not joined: fp32 [shares, T, outputs]."""
+        x = self._take("route", "x", x, self.act, None, matrix.in_features, aligned=True)
+        n, outputs = len(x), matrix.out_features
+        parts = parts_of(matrix.in_features, ROUTER_PARTS)
+        cut = self._cut(n, matrix, parts, most=SHARES[-1])
+        sums = self.empty((cut.shares, n, outputs))
+        columns = (0, outputs, n * outputs), (outputs,)
+        self._mma("linear_mma", x, matrix, sums, columns, cut, parts)
+        return sums
+
+    def _choose_experts(self, logits, experts, bias, top_k, normalise, scaling, h=None):
+        """ids, weights from logits [shares, T, experts or more]; what follows goes through SiLU to
+        h [T, width]."""
+        shares, n, stride = logits.shape
         bias = self._take("route", "bias", bias, FLOAT32, experts)
         ids, weights = self.empty((n, top_k), INT32), self.empty((n, top_k))
+        h = self.empty((n, 0), self.act) if h is None else h
+        width = h.shape[1]
         self._launch(
-            "route", "route", (n,), logits, bias, ids, weights, n, experts, shares, top_k,
-            int(normalise), np.float32(scaling), defines=(("PER_LANE", _ceil(experts, 32)),),
+            "route", "route", (n + _ceil(n * width, THREADS),), logits, bias, ids, weights,
+            h, n, experts, stride, shares, top_k, int(normalise),
+            np.float32(scaling), width, defines=(("PER_LANE", _ceil(experts, 32)),),
             shared_bytes=SHARED_BYTES["route"](experts, top_k), dependent=True,
         )  # fmt: skip
         return ids, weights
+
+    def route(self, x, router: Matrix, bias, top_k: int, normalise: bool, scaling: float):
+        """Sigmoid router -> ids int32 [T, top_k] ascending, weights fp32 [T, top_k]."""
+        if isinstance(router, TensorMatrix):
+            logits = self._router_sums(x, router)
+        else:
+            logits = self.linear(x, router)[None]
+        return self._choose_experts(logits, router.out_features, bias, top_k, normalise, scaling)
 
     def mlp(self, x, weight: Mlp):
         """A dense gated MLP: x [T, hidden] -> fp32 [T, hidden], leaves joined."""
@@ -2114,10 +2222,13 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         )  # fmt: skip
         return h
 
-    def moe(self, x, ids, weights, experts: Mlp, shared: Mlp | None):
-        """Routed and shared experts -> fp32 [T, hidden] (R4). Ids outside [0, E) are filler."""
+    def moe(self, x, ids, weights, experts: Mlp, shared: Mlp | None, hidden=None):
+        """Routed and shared experts -> fp32 [T, hidden] (R4). Ids outside [0, E) are filler.
+
+        hidden: SiLU(gate) * up of the shared experts, if it is there
+        """
         if isinstance(experts, TensorExperts):
-            out = self._mma_experts(x, ids, weights, experts, shared)
+            out = self._mma_experts(x, ids, weights, experts, shared, hidden)
             return out if self.comm is None else self.comm.tree_sum(out)
         gate, up, down = experts.gate, experts.up, experts.down
         x = self._take("moe", "x", x, self.act, None, gate.in_features, aligned=gate.group > 1)
@@ -2139,7 +2250,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
             gate.in_features, defines=gate.defines,
         )  # fmt: skip
         out = self.empty((n, down.out_features))
-        beside = out if shared is None else self._shared_leaves(x, shared, experts.leaves)
+        beside = out if shared is None else self._shared_leaves(x, shared, experts.leaves, hidden)
         self._launch(
             "expert_down", "expert_down", (_ceil(down.out_features, WARPS), n), h, ids, weights,
             down.data, down.scales, down.group, beside, out, e, top_k, width, down.out_features,
@@ -2147,19 +2258,24 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         )  # fmt: skip
         return out if self.comm is None else self.comm.tree_sum(out)
 
-    def _shared_leaves(self, x, shared: Mlp, leaves: int):
-        """Unjoined leaf sums of the shared experts, fp32 [T, leaves, hidden]."""
-        down = shared.down
+    @staticmethod
+    def _check_leaves(shared, leaves: int) -> None:
         if shared.leaves != leaves:
             raise UserError(
                 f"moe: shared experts in {shared.leaves} leaves, routed ones in {leaves}; expected "
                 "equal numbers"
             )
-        h = self._dense_gate_up("moe", x, shared)
+
+    def _shared_leaves(self, x, shared: Mlp, leaves: int, hidden=None):
+        """Unjoined leaf sums of the shared experts, fp32 [T, leaves, hidden]."""
+        down = shared.down
+        self._check_leaves(shared, leaves)
+        h = self._dense_gate_up("moe", x, shared) if hidden is None else hidden
         y = self.empty((len(x), leaves, down.out_features))
         if isinstance(down, TensorMatrix):
-            n = down.out_features
-            self._mma("linear_mma", h, down, y, ((0, leaves * n, n), (n,)), leaves)
+            n, parts = down.out_features, leaves * down.parts
+            cut = self._cut(len(x), down, parts, leaves, leaves)
+            self._mma("linear_mma", h, down, y, ((0, leaves * n, n), (n,)), cut, parts)
             return y
         grid = (_ceil(down.out_features, WARPS), _ceil(len(x), ROWS))
         self._launch(

@@ -26,7 +26,7 @@ time, ascending, after cutting a leaf in equal parts that join pairwise:
 
     a leaf of w columns             the largest power of two up to 8 that leaves whole steps of 32
                                     columns and at least 128 in a part (7168: 8; 1536: 8; 256: 2)
-    router                          likewise, up to 32
+    the router; shared gate, up     likewise, up to 32 (beside experts that tensor cores take)
     routed experts' down_proj       1: one warp adds a leaf of a whole expert
     a score of attention            2: even and odd steps of 16 columns (kernels_attention.cu)
     attention P.V                   1: 16 positions at a time
@@ -724,6 +724,17 @@ class ReferenceOps:
                 total += weights[:, k]
             weights = weights / (total[:, None] + np.float32(1e-20))
         return ids.astype(np.int32), weights * np.float32(scaling)
+
+    def join_router(self, router, shared):
+        """(router, shared experts) for `mixture`, from `prepare` and `prepare_mlp`."""
+        return router, shared
+
+    def mixture(
+        self, x, router, bias, top_k: int, normalise: bool, scaling: float, experts, shared
+    ) -> np.ndarray:
+        """`route`, then `moe` with what it chose -> fp32 [T, hidden]."""
+        ids, weights = self.route(x, router, bias, top_k, normalise, scaling)
+        return self.moe(x, ids, weights, experts, shared)
 
     def silu_mul(self, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         """SiLU(gate) * up, rounded."""

@@ -28,6 +28,7 @@ def small(monkeypatch) -> ops.EmulatorLauncher:
         bench_kernels.linear_case("o_proj", 70, 256, 8, {}),
         bench_kernels.mlp_case("shared expert", 64, {}),
         bench_kernels.router_case({}),
+        bench_kernels.mixture_case({}),
         bench_kernels.attention_case(100, {}, heads=2, latent=32, width=48),
         bench_kernels.layer_case({}),
     )
@@ -44,7 +45,7 @@ def test_every_operation_is_checked_and_timed(small) -> None:
     for row in rows:
         assert row["identical"] == "yes" and row["µs"] > 0 and row["floor"] > 0
     assert rows[1]["goal"] == pytest.approx(45.55) and rows[0]["goal"] == "-"
-    assert bench.table(rows).count("\n") == 13
+    assert bench.table(rows).count("\n") == 15
 
 
 def test_no_time_for_a_wrong_result(small, monkeypatch) -> None:

@@ -8,6 +8,8 @@ roundings only values near a tie differ: an eighth of that is ample.
 
 from __future__ import annotations
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -69,6 +71,40 @@ def test_linear_in_every_number_of_rows(device: str, out: int, k: int, leaves: i
         assert error(y, want[:rows]) <= 32 * 2.0**-24
         n = len(y[::5])
         assert np.array_equal(bits(y[::5]), bits(alone[:n])), rows
+
+
+@pytest.mark.parametrize("k", (1024, 1792))
+def test_how_blocks_share_a_product_changes_no_bit(device: str, k: int) -> None:
+    """Shares of K in other blocks, warps that share K, rows a block, pieces: one sum."""
+    kernels = kernels_on(device)
+    x, w = both(40, k, rows=17)
+    weight = kernels.prepare(w)
+    x, found = kernels.launcher.upload(x), []
+    for cut in kernels._cuts(len(x), weight, weight.parts, 1, 8):
+        y = kernels.empty((cut.shares, 17, 40))
+        kernels._mma("linear_mma", x, weight, y, ((0, 40, 17 * 40), (40,)), cut, weight.parts)
+        found.append(reference.tree_sum(kernels.download(y)))
+    assert len(found) >= 10
+    assert all(np.array_equal(bits(y), bits(found[0])) for y in found)
+
+
+def test_more_processors_change_no_bit(device: str) -> None:
+    """What launches do where all blocks run at once: all of a warp's weights on their way."""
+    if device == "cuda":
+        pytest.skip("a GPU has the processors that it has")
+    few, many = ops.EmulatorLauncher(), ops.EmulatorLauncher()
+    many.limits = dataclasses.replace(many.limits, processors=132)
+    rng = np.random.default_rng(7)
+    routed, beside, x, ids, weights = experts_case(rng, 3072, 32, 4, 2, 32, 2)
+    a, w = both(40, 1024, rows=9)
+    results = []
+    for given in (few, many):
+        kernels = ops.CudaOps("bfloat16", launcher=given, poison=True)
+        packed = [kernels.prepare_mlp(*m, 1) for m in (routed, beside)]
+        y = kernels.moe(x[:1].copy(), ids[:1].copy(), weights[:1].copy(), *packed)
+        z = kernels.linear(a, kernels.prepare(w))
+        results.append((bits(kernels.download(y)), bits(kernels.download(z))))
+    assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_many_outputs_share_rows(device: str) -> None:
@@ -197,6 +233,35 @@ def test_experts(device: str, hidden, width, experts, top_k, leaves, shared, row
             g = gate @ row
             want[t] += factor * (down @ (g / (1 + np.exp(-g)) * (up @ row)))
     assert error(together, want) <= ROUNDED
+
+
+@pytest.mark.parametrize("hidden, experts, leaves", [(2048, 21, 1), (64, 8, 2)])
+def test_router_and_shared_experts_as_one(device: str, hidden, experts, leaves) -> None:
+    """R1 for the product of both, and for the shared expert's down among the routed ones and apart
+    from them (more than BESIDE_ROWS); the simple kernels' values."""
+    rng = np.random.default_rng(6)
+    rows = ops.BESIDE_ROWS + 2
+    routed, beside, x, _, _ = experts_case(rng, hidden, 64, experts, 3, 64, rows)
+    w, bias = draw(rng, experts, hidden), rng.random(experts, dtype=np.float32)
+
+    def of(kernels):
+        both = kernels.prepare(w), kernels.prepare_mlp(*beside, leaves)
+        router, shared = kernels.join_router(*both)
+        rest = kernels.prepare_mlp(*routed, leaves), shared
+        choice = kernels.upload(bias), 3, True, 2.5
+
+        def run(rows):
+            sent = kernels.launcher.upload(np.ascontiguousarray(x[rows]))
+            return kernels.download(kernels.mixture(sent, router, *choice, *rest))
+
+        return run
+
+    run, simple = of(kernels_on(device)), of(kernels_on(device, linear="simple", moe="simple"))
+    together = run(slice(None))
+    for r in (*range(0, rows, 5), rows - 1):
+        assert np.array_equal(bits(run(slice(r, r + 1))[0]), bits(together[r])), r
+    assert np.array_equal(bits(run(slice(9))), bits(together[:9]))
+    assert error(together, simple(slice(None))) <= ROUNDED / 8
 
 
 @pytest.mark.parametrize("ranks", (2, 8))
