@@ -19,6 +19,7 @@ from config import UserError
 from drafter import Drafter
 from engine import Engine
 from request import Result, Sequence
+from rounds import sampled
 from sampling import SamplingParams
 
 REPEATS = 9  # of a timing
@@ -71,13 +72,11 @@ class Replay(Drafter):
         scores = np.tile(PEAK + np.log(np.maximum(chance, 1e-12)), (n, 1))
         if script.quality == 0:  # not one draft is right, also not by noise
             ids[:, 0], scores[:, 0] = right, -np.inf
-        self.write(self.ids, ids)
-        self.write(self.scores, scores)
-
-    def write(self, array, host: np.ndarray) -> None:
-        """Into the array that recorded rounds read."""
-        host = host.astype(array.dtype)
-        array[...] = host if isinstance(array, np.ndarray) else self.ops.upload(host)
+        for array, host in ((self.ids, ids), (self.scores, scores)):
+            if isinstance(array, np.ndarray):
+                array[...] = host
+            else:  # that recorded rounds read
+                self.ops.refill(array, host)
 
 
 def table(arguments) -> list[dict]:
@@ -189,10 +188,10 @@ def parts(engine: Engine, sequence: Sequence, choice: Choice) -> tuple[float, fl
         rounds = engine.rounds
         rounds.enter([sequence])
         rounds.send_tables()
-        choice, places, *_ = rounds.key(choice, 1, False)
+        choice, places, _, drawn = rounds.key(choice, 1, False, sampled([sequence]))
         runs = [
             engine.ops.capture(lambda: (rounds.drafts(places)[0],)).replay,
-            engine.ops.capture(lambda: (rounds.trees(choice, places)[0].sizes,)).replay,
+            engine.ops.capture(lambda: (rounds.trees(choice, places, drawn)[0].sizes,)).replay,
         ]
         seconds = engine.ops.launcher.seconds
     return tuple(statistics.median(seconds(run) for _ in range(REPEATS)) for run in runs)
