@@ -123,7 +123,9 @@ def changes(before: list[dict], now: list[dict]) -> list[dict]:
     was, rows = {tuple(row.get(n) for n in names): row for row in before}, []
     for row in now:
         old = was.pop(key := tuple(row[n] for n in names), {})
-        for measure, better in MEASURES.items():
+        others = [n for n, v in row.items() if isinstance(v, float)]  # then all are times
+        known = {n: better for n, better in MEASURES.items() if n in row}
+        for measure, better in (known or dict.fromkeys(others, -1)).items():
             values = [r.get(measure) for r in (old, row)]
             if not all(isinstance(v, int | float) and v > 0 for v in values):
                 continue

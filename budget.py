@@ -98,15 +98,21 @@ class Costs:
     def __init__(self, measured: dict[Choice, float] | None = None) -> None:
         self.measured = measured or {}
         self.pace = 1.0
+        self.scaled: dict[tuple[Choice, int], float] = {}
         self.ratio: dict[tuple[Choice, int], float] = {}
         self.nearest: dict[tuple[bool, int], float] = {}  # the latest ratio of drafting, of plain
         self.last: tuple[Choice, int] | None = None
         self.steady = 0  # rounds since the last change
 
     def expected(self, choice: Choice, b: int) -> float:
-        """By what was measured: b sequences are so many times the rows of one."""
+        """By what was measured of one: b sequences are so many times its rows."""
         if b == 1:
             return self.measured[choice]
+        if (choice, b) not in self.scaled:
+            self.scaled[choice, b] = self.scale(choice, b)
+        return self.scaled[choice, b]
+
+    def scale(self, choice: Choice, b: int) -> float:
         plain, *drafts = sorted((c.budget, seconds) for c, seconds in self.measured.items())
         drafting = max(drafts[0][1] - plain[1], 0.0) if drafts else 0.0
         rows, seconds = zip(plain, *((n, s - drafting) for n, s in drafts), strict=True)
@@ -209,27 +215,32 @@ class Auto:
 
     # -- the choice
 
-    def gains(self, sequence) -> np.ndarray | None:
-        """Expected tokens of a round [choices]; None before any text was drafted for."""
-        of_all = self.kinds.get(sequence.params.greedy)
-        known = self.texts.get(sequence, of_all)
-        return None if known is None else self.expect(sequence, known.reach)
+    def gain(self, sequences: list) -> np.ndarray | None:
+        """Expected tokens of a round of these together [choices]; None where one is the first of
+        its kind."""
+        known = [self.texts.get(s, self.kinds.get(s.params.greedy)) for s in sequences]
+        if None in known:
+            return None
+        return self.expect(sequences, np.stack([text.reach for text in known]))
 
-    def expect(self, sequence, predicted: np.ndarray) -> np.ndarray:
-        """Expected tokens [choices] by a prediction [choices, depth]."""
-        of_all, text = self.kinds.get(sequence.params.greedy), self.texts.get(sequence)
-        scale = np.ones(self.depth) if of_all is None else of_all.calibration(1.0)
-        scale = scale if text is None else text.calibration(scale)
-        likely = np.minimum.accumulate(np.minimum(predicted * scale, 1.0), axis=1)
-        return 1.0 + likely.sum(axis=1)
+    def expect(self, sequences: list, predicted: np.ndarray) -> np.ndarray:
+        """Expected tokens of all together [choices] by predictions [B, choices, depth]."""
+        scales = np.ones((len(sequences), 1, self.depth))
+        for scale, sequence in zip(scales, sequences, strict=True):
+            of_all, text = self.kinds.get(sequence.params.greedy), self.texts.get(sequence)
+            if of_all is not None:
+                scale[:] = of_all.calibration(1.0)
+            if text is not None:
+                scale[:] = text.calibration(scale)
+        likely = np.minimum.accumulate(np.minimum(predicted * scales, 1.0), axis=2)
+        return len(sequences) + likely.sum(axis=(0, 2))
 
     def choose(self, sequences: list, before: np.ndarray | float = 0.0) -> Choice:
         """What the next round of these sequences drafts. before [choices]: seconds that go by
         before the first such round, which must pay with what the texts may still become."""
-        gains = [self.gains(s) for s in sequences]
-        if not self.measured or any(g is None for g in gains):
+        b, gain = len(sequences), self.gain(sequences)
+        if not self.measured or gain is None:
             return next((c for c in self.choices if c.mode == "chain"), self.choices[-1])
-        b, gain = len(sequences), np.sum(gains, axis=0)
         costs = self.seconds(b)
         left = sum(min(s.rule.max_tokens - s.n_emitted, MOST_LEFT) for s in sequences)
         took = left * costs / gain + before
@@ -253,12 +264,9 @@ class Auto:
     def narrow(self, sequences: list, predicted: np.ndarray) -> Choice:
         """What to verify of trees that are there, by their own scores [B, choices, depth]: the most
         tokens above those that its seconds are worth at the best rate."""
-        costs = self.seconds(len(sequences))
-        usual = [self.gains(s) for s in sequences]
-        gain = np.sum([self.expect(s, p) for s, p in zip(sequences, predicted, strict=True)], 0)
-        if any(g is None for g in usual):
-            usual = [gain]
-        rate = (np.sum(usual, axis=0) / costs).max()
+        costs, gain = self.seconds(len(sequences)), self.expect(sequences, predicted)
+        usual = self.gain(sequences)
+        rate = ((gain if usual is None else usual) / costs).max()
         return self.choices[1 + int(np.argmax((gain - rate * costs)[1:]))]
 
     def predicted(self, trees: Sequence[Tree]) -> np.ndarray:

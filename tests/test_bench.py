@@ -60,6 +60,8 @@ def test_more_is_better_of_some_and_what_was_not_timed_is_left_out():
     was = {"mode": "ar", "tok/s": 100.0, "spread": "99.0-101.0", "ms a step": 10.0}
     now = {"mode": "ar", "tok/s": 150.0, "spread": "149.0-151.0", "ms a step": 6.7}
     assert [r["beyond noise"] for r in bench.changes([was], [now])] == ["* better"] * 2
+    [found] = bench.changes([{"T": 1, "nccl": 5.0}], [{"T": 1, "nccl": 6.0, "identical": "yes"}])
+    assert found["beyond noise"] == "* worse"
     with pytest.raises(UserError, match="nothing that this one did"):
         bench.changes([row(10.0, "1-2")], [row("-", "-")])
 

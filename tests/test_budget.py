@@ -144,7 +144,7 @@ class TestChoice:
         for right, modes in ((0.9, {"chain"}), (0.05, {"ar"})):
             auto, text = auto_of(FLAT), Text()
             teach(auto, text, sure, right)
-            gain = auto.gains(text)[3]
+            gain = auto.gain([text])[3]
             assert gain == pytest.approx(1 + sum(right**d for d in range(1, 5)), rel=0.3)
             assert {auto.choose([text]).mode for _ in range(2)} == modes
             fresh = Text()  # another text of its kind begins with what all have shown
