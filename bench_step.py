@@ -2,7 +2,7 @@
 
 Text means nothing to weights from a seed, so the drafts are scripted: the drafter runs as ever,
 then the likeliest of its logits are overwritten, on the device, by a script over the text that
-plain decoding gave. Noise of sampled requests is added after that, as ever.
+plain decoding gave.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import config
+import sampling
 from budget import Choice
 from config import UserError
 from drafter import Drafter
@@ -24,7 +25,7 @@ from sampling import SamplingParams
 
 REPEATS = 9  # of a timing
 WIDTH = 8  # tokens that a script says of each position
-PEAK = 40.0  # logit of a sure token: far above the drafter's own
+PEAK = 60.0  # logit of a sure token: far above the drafter's own and all noise
 DISTINCT = 32  # ids that a text should have, where it is as long
 
 
@@ -58,9 +59,10 @@ class Replay(Drafter):
         logits.reshape(-1)[places] = self.scores[at]
         return logits
 
-    def play(self, script: Script, text: list[int], vocab: int, seed: int = 0) -> None:
-        """Drafts for a text of these ids, prompt included."""
-        rng, n = np.random.default_rng(seed), len(self.ids)
+    def play(self, script: Script, text: list[int], vocab: int, params: SamplingParams) -> None:
+        """Drafts for a text of these ids, prompt included. The request's noise would lift the token
+        that it chose, so it is taken out: what is drafted is what the script says."""
+        rng, n = np.random.default_rng(0), len(self.ids)
         right = np.array([*text, *[0] * n])[:n]
         ids = (right[:, None] + 1 + np.arange(WIDTH) * 7) % vocab  # others than the right one
         place = np.minimum(rng.geometric(0.5, n), WIDTH)
@@ -70,7 +72,10 @@ class Replay(Drafter):
             ids[some, place[some]] = right[some]
         chance = np.array([script.quality, *(1 - script.quality) * 0.5 ** np.arange(1, WIDTH)])
         scores = np.tile(PEAK + np.log(np.maximum(chance, 1e-12)), (n, 1))
-        if script.quality == 0:  # not one draft is right, also not by noise
+        if not params.greedy:
+            noise = sampling.gumbel_of(params.seed, np.arange(n)[:, None], ids)
+            scores -= np.float32(params.temperature) * noise
+        if script.quality == 0:  # not one draft is right
             ids[:, 0], scores[:, 0] = right, -np.inf
         for array, host in ((self.ids, ids), (self.scores, scores)):
             if isinstance(array, np.ndarray):
@@ -121,7 +126,7 @@ def of_context(engine: Engine, context: int, arguments) -> list[dict]:
         rows["tree, auto"] = dict.fromkeys(rows["ar"], "-")
     equal = dict.fromkeys(modes, True)
     for script in SCRIPTS:
-        engine.drafter.play(script, prompt + plain.token_ids, vocab)
+        engine.drafter.play(script, prompt + plain.token_ids, vocab, params)
         for name, mode in modes.items():
             results = scripted(engine, prompt, params, mode, arguments.repeats)
             equal[name] &= all(same(result, plain) for result in results)

@@ -21,8 +21,8 @@ from spec_decode import Tree
 NODES = tuple(sorted(n for e in range(1, 11) for n in (2**e, 3 * 2 ** (e - 1)) if n not in (3, 6)))
 FRESH = 0.2  # weight of a round's prediction in its text's
 KEPT = 0.9  # of a text's counts after a round; of all texts' counts and seconds see below
-KEPT_OF_ALL = 0.995
-FORGOTTEN = 0.1  # of what is known of a text, in a round of plain decoding
+KEPT_OF_ALL = 0.97
+FORGOTTEN = 0.05  # of what is known of a text, in a round of plain decoding
 TRUST = 2.0  # reaches of a depth that a text must predict to weigh as much as all texts
 TURNS = 4  # of every choice when they are measured; the shortest counts
 MOST_LEFT = 256  # tokens to come of a text, as far as recording another round is concerned
@@ -101,6 +101,7 @@ class Costs:
         self.scaled: dict[tuple[Choice, int], float] = {}
         self.ratio: dict[tuple[Choice, int], float] = {}
         self.nearest: dict[tuple[bool, int], float] = {}  # the latest ratio of drafting, of plain
+        self.seen: dict[tuple[Choice, int], int] = {}  # so many; what was measured counts as many
         self.last: tuple[Choice, int] | None = None
         self.steady = 0  # rounds since the last change
 
@@ -134,9 +135,10 @@ class Costs:
             return
         self.steady = self.steady + 1 if self.last == (choice, b) else 0
         self.last = choice, b
-        now = self.of(choice, b)
+        now, seen = self.of(choice, b), self.seen.get((choice, b), 20 if b == 1 else 0)
         off = min(max(seconds / now, 0.5), 2.0)
-        mine, pace = (0.0, 0.2) if self.steady > 3 else (0.2, 0.05)
+        mine, pace = (0.0, 0.2) if self.steady > 3 else (1 / (2 + min(seen, 20)), 0.05)
+        self.seen[choice, b] = seen + 1
         ratio = now / self.expected(choice, b) / self.pace * off**mine
         self.ratio[choice, b] = self.nearest[choice.mode == "ar", b] = ratio
         self.pace *= off**pace

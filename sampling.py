@@ -363,17 +363,18 @@ def gumbel(seed: int, position: int, vocab_size: int) -> np.ndarray:
 
     Kept for a while: the nodes of a tree share few positions, and the next tree repeats some.
     """
-    counter = (
-        np.arange(vocab_size, dtype=np.uint32),
-        np.uint32(position & 0xFFFFFFFF),
-        np.uint32(position >> 32),
-        np.uint32(0),
-    )
-    key = (np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32))
-    v = (philox4x32_10(counter, key)[0].astype(np.float64) + 0.5) * 2.0**-32
-    noise = (-portable_log(-portable_log(1.0 - v))).astype(np.float32)
+    noise = gumbel_of(seed, position, np.arange(vocab_size))
     noise.flags.writeable = False
     return noise
+
+
+def gumbel_of(seed: int, position, ids: np.ndarray) -> np.ndarray:
+    """The noise of these ids at a position, or at one of each row [rows, 1] -> float32 as ids."""
+    position = np.asarray(position, np.int64)
+    counter = ids.astype(np.uint32), position & 0xFFFFFFFF, position >> 32, np.uint32(0)
+    key = (np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32))
+    v = (philox4x32_10(counter, key)[0].astype(np.float64) + 0.5) * 2.0**-32
+    return (-portable_log(-portable_log(1.0 - v))).astype(np.float32)
 
 
 def philox4x32_10(

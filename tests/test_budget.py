@@ -265,18 +265,23 @@ def budget_engine(settings):
 # ---- scripted drafts over a real drafter -------------------------------------------------------
 
 
-def test_replayed_drafts_follow_their_script(tmp_path):
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+def test_replayed_drafts_follow_their_script(tmp_path, temperature):
+    """Also where noise lifts the very token that it chose."""
     made = toy.toy_engine(tmp_path, drafter={})
-    [plain] = toy.decode(made, [[5, 6, 7]], max_tokens=40)
+    wanted = {"max_tokens": 56, "temperature": temperature, "seed": 1}
+    [plain] = toy.decode(made, [[5, 6, 7]], **wanted)
     made.drafter = bench_step.Replay(made.drafter, 64)
     found = {}
     for script in bench_step.SCRIPTS:
-        made.drafter.play(script, [5, 6, 7, *plain.token_ids], made.dims.vocab_size)
-        [result] = toy.decode(made, [[5, 6, 7]], "tree", 16, max_tokens=40)
+        text, params = [5, 6, 7, *plain.token_ids], SamplingParams(temperature=temperature, seed=1)
+        made.drafter.play(script, text, made.dims.vocab_size, params)
+        [result] = toy.decode(made, [[5, 6, 7]], "tree", 16, **wanted)
         toy.assert_same_results([result], [plain])
         found[script.name] = result.acceptance_length
     assert found["perfect"] > 6 and found["wrong"] == 1
-    assert found["perfect"] >= found["good"] >= found["mixed"] > 1.5
+    assert found["perfect"] > found["mixed"] > 1.5 and found["good"] > 3
+    assert found["mixed"] < 6
 
 
 def test_modes_that_are_none_are_refused(tmp_path):
