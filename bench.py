@@ -49,11 +49,11 @@ def main(argv: list[str] | None = None) -> int:
     add("what", choices=("speed", "acceptance", "step", "prefill", "ops", "reduce"))
     add("--config", default="nano.yaml")
     add("--device", choices=("auto", "cuda", "cpu", "emulate"), default="auto")
-    add("--max-tokens", type=int, default=96)
+    add("--max-tokens", type=int, help="96; of step 65")
     add("--budgets", type=nodes, nargs="+", default=[8, 16, 32, "auto"], help="nodes of the trees")
     add("--json", metavar="FILE", help="also write the rows as JSON")
     add("--against", metavar="FILE", type=Path, help="compare with such a file; a * is no noise")
-    add("--repeats", type=int, default=5, help="of speed, step: turns a mode (%(default)s)")
+    add("--repeats", type=int, help="turns a mode: of speed 5, of step 1")
     add("--file", type=Path, default=HELD_OUT, help="of acceptance: JSON lines with `text`")
     add("--prompts", type=int, default=100, help="of acceptance: so many of the file")
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="of acceptance")
@@ -66,6 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--tp", type=int, choices=(2, 4, 8), default=2, help="of reduce: GPUs")
     add("--skew", action="store_true", help="of ops: 64 rows also over few experts")
     arguments = parser.parse_args(argv)
+    few = arguments.what == "step"  # of a large model, four scripts a mode
+    arguments.max_tokens = arguments.max_tokens or (65 if few else 96)
+    arguments.repeats = arguments.repeats or (1 if few else 5)
     measures = {"speed": speed, "acceptance": acceptance, "step": step, "prefill": prefill}
     measures |= {"ops": operations, "reduce": sums}
     try:
