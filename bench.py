@@ -67,8 +67,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--skew", action="store_true", help="of ops: 64 rows also over few experts")
     arguments = parser.parse_args(argv)
     few = arguments.what == "step"  # of a large model, four scripts a mode
-    arguments.max_tokens = arguments.max_tokens or (65 if few else 96)
-    arguments.repeats = arguments.repeats or (1 if few else 5)
+    if arguments.max_tokens is None:
+        arguments.max_tokens = 65 if few else 96
+    if arguments.repeats is None:
+        arguments.repeats = 1 if few else 5
     measures = {"speed": speed, "acceptance": acceptance, "step": step, "prefill": prefill}
     measures |= {"ops": operations, "reduce": sums}
     try:
