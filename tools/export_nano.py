@@ -2,6 +2,8 @@
 
     python tools/export_nano.py --data build/nano --run build/nano/run --out models/nano
 
+`--drafter-only` replaces `models/nano/drafter/` and nothing else.
+
 Shards stay below 8 MiB, so that the files can live in git.
 """
 
@@ -239,34 +241,49 @@ def write_shards(tensors: dict[str, torch.Tensor], folder: Path) -> int:
     return total
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, required=True, help="what tools/nano_data.py wrote")
-    parser.add_argument("--run", type=Path, required=True, help="what tools/train_nano.py wrote")
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    drafter_folder = args.out / "drafter"
-    drafter_folder.mkdir(parents=True, exist_ok=True)
-    for old in args.out.rglob("model-*.safetensors"):
+def remove_shards(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("model-*.safetensors"):
         old.unlink()
 
-    shape, drafter = TargetShape(), DrafterShape()
+
+def write_drafter(run: Path, out: Path, shape: TargetShape, drafter: DrafterShape) -> None:
+    tensors = load_file(run / "drafter.safetensors")
+    remove_shards(out)
+    size = write_shards(tensors, out)
+    write_json(out / "config.json", drafter_config(shape, drafter))
+    print(f"{out}: {size} bytes of tensors")
+
+
+def write_target(run: Path, data: Path, out: Path, shape: TargetShape) -> None:
     target: dict[str, torch.Tensor] = {}
-    for file in sorted(args.run.glob("target-*.safetensors")):
+    for file in sorted(run.glob("target-*.safetensors")):
         target |= load_file(file)
-    sizes = [
-        write_shards(target, args.out),
-        write_shards(load_file(args.run / "drafter.safetensors"), drafter_folder),
-    ]
-    write_json(args.out / "config.json", target_config(shape))
+    remove_shards(out)
+    size = write_shards(target, out)
+    write_json(out / "config.json", target_config(shape))
     stop = [IDS["[EOS]"], IDS["<|im_end|>"]]
     generation = {"eos_token_id": stop, "max_length": MAX_POSITIONS}
-    write_json(args.out / "generation_config.json", generation)
-    write_json(args.out / "tokenizer_config.json", tokenizer_config())
-    (args.out / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    shutil.copyfile(args.data / "tiktoken.model", args.out / "tiktoken.model")
-    write_json(drafter_folder / "config.json", drafter_config(shape, drafter))
-    print(f"{args.out}: target {sizes[0]} bytes, drafter {sizes[1]} bytes of tensors")
+    write_json(out / "generation_config.json", generation)
+    write_json(out / "tokenizer_config.json", tokenizer_config())
+    (out / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    shutil.copyfile(data / "tiktoken.model", out / "tiktoken.model")
+    print(f"{out}: {size} bytes of tensors")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", type=Path, help="what tools/nano_data.py wrote")
+    parser.add_argument("--run", type=Path, required=True, help="what tools/train_nano.py wrote")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--drafter-only", action="store_true", help="leave the target's files")
+    args = parser.parse_args()
+    if not (args.data or args.drafter_only):
+        parser.error("--data is needed for the target's tokenizer")
+    shape, drafter = TargetShape(), DrafterShape()
+    write_drafter(args.run, args.out / "drafter", shape, drafter)
+    if not args.drafter_only:
+        write_target(args.run, args.data, args.out, shape)
 
 
 if __name__ == "__main__":

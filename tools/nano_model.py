@@ -23,6 +23,7 @@ GROUP = 32  # INT4 quantisation group
 LORA_EPS = 1e-6  # of q_a_layernorm and kv_a_layernorm
 NORM_EPS = 1e-5
 MAX_POSITIONS = 2048
+REACH_FLOOR = 0.3  # weight of a draft token that no verify step is likely to reach
 
 
 @dataclass(frozen=True)
@@ -479,6 +480,26 @@ def init_drafter(t: TargetShape, d: DrafterShape, seed: int, device: torch.devic
     return init_params(drafter_shapes(t, d), _matrix_std, seed, device)
 
 
+@torch.no_grad()
+def chosen_noise(hidden, head, temperature, labels):
+    """Gumbel noise [R, vocab] that makes the target (hidden, after the last norm) draw `labels`.
+
+    It has the distribution of the noise that was drawn, given the token that it chose: the largest
+    of logits / T + noise is free of which token that is, and the others are cut off there. Rows of
+    temperature 0 get noise too, to be multiplied by 0.
+    """
+    log_p = torch.log_softmax(
+        linear(hidden, head).float() / temperature.clamp_min(0.05)[:, None], -1
+    )
+    log_p = log_p.clamp_min(-60)  # exp(60) is still a float32
+    own = labels[:, None] == torch.arange(log_p.shape[1], device=labels.device)
+    # -log of an exponential variable is Gumbel noise; exp(-value) is what adds.
+    exponential = -torch.log(torch.rand_like(log_p).clamp(2**-24, 1 - 2**-24))
+    largest = -torch.log(torch.rand_like(log_p[:, :1]).clamp(2**-24, 1 - 2**-24))
+    others = -torch.log(largest + exponential * torch.exp(-log_p))
+    return torch.where(own, -torch.log(largest), others) - log_p
+
+
 class Drafter:
     """DFlash: one non-causal pass over [root, MASK × (block - 1)] and the tapped context."""
 
@@ -490,7 +511,8 @@ class Drafter:
         self.head = target.params["lm_head.weight"].detach()
         wrap = (lambda f: torch.compile(f, dynamic=False)) if compiled else (lambda f: f)
         self._context, self._kv, self._qkv, self._mlp = map(wrap, self._functions())
-        self.loss = wrap(self._block_loss)
+        self.loss, self.noisy_loss = wrap(self._block_loss), wrap(self._noisy_loss)
+        self.noise = wrap(chosen_noise)
 
     def _functions(self) -> tuple[Callable, Callable, Callable, Callable]:
         d = self.shape
@@ -522,6 +544,20 @@ class Drafter:
         hard = -log_p.gather(1, labels[:, None])[:, 0]
         loss = torch.where(temperature > 0, soft, hard) * weight
         return loss.sum() / weight.sum(), log_p.argmax(-1) == labels
+
+    @staticmethod
+    def _noisy_loss(x, norm, head, noise, temperature, labels, weight):
+        """Cross-entropy of what the engine ranks: logits plus temperature * the target's noise.
+
+        weight [positions of a block]; a position counts in full where the drafter's probability of
+        its token and those before is high, because only there a verify step can gain.
+        """
+        logits = linear(rms_norm(x, norm, NORM_EPS), head).float()
+        log_p = torch.log_softmax(logits + temperature[:, None] * noise, -1)
+        of_label = log_p.gather(1, labels[:, None]).view(-1, len(weight))
+        reach = torch.exp(of_label.detach().cumsum(1) / 2)
+        share = weight * (REACH_FLOOR + (1 - REACH_FLOOR) * reach)
+        return -(of_label * share).sum() / share.sum(), log_p.argmax(-1) == labels
 
     def layer(self, index: int, *names: str) -> list[torch.Tensor]:
         return [self.params[f"layers.{index}.{name}.weight"] for name in names]

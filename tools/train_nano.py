@@ -10,7 +10,16 @@ for tools/export_nano.py) and `results.json`.
     python tools/train_nano.py --data build/nano --out build/nano/run --seconds 510
     python tools/export_nano.py --data build/nano --run build/nano/run --out models/nano
 
-`--toy` runs all of it in minutes on a CPU, with shapes too small to learn anything.
+`--more-drafting models/nano` is a phase of its own. It starts from the published weights, leaves
+the target as it is, has it write new continuations and trains the drafter on them, now with the
+noise that the engine drafts with. It writes `drafter.safetensors` and `drafting.json`:
+
+    python tools/train_nano.py --data build/nano --out build/nano/more --seconds 320 \\
+        --more-drafting models/nano
+    python tools/export_nano.py --run build/nano/more --out models/nano --drafter-only
+
+`--toy` runs all of it in minutes on a CPU, with shapes too small to learn anything (more drafting:
+the true shapes, a few steps).
 """
 
 from __future__ import annotations
@@ -20,13 +29,14 @@ import json
 import lzma
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from nano_model import (
     FIRST_SPECIAL,
+    GROUP,
     NORM_EPS,
     Decoder,
     Drafter,
@@ -41,7 +51,7 @@ from nano_model import (
     linear,
     rms_norm,
 )
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 START = time.perf_counter()
@@ -65,14 +75,26 @@ class Plan:
     temperatures: tuple[tuple[float, float], ...] = ((0.0, 0.45), (0.7, 0.30), (1.0, 0.25))
     emit: int = 128  # tokens per held-out prompt
     sampling_seeds: int = 3
+    validation_prompts: int = 256
     budgets: tuple[int, ...] = (8, 16, 32, 64)
     seed: int = 2026
     pretrain_end: float = 0.42
     finetune_end: float = 0.53
     texts_end: float = 0.66
     drafter_end: float = 0.94
+    more_peak: float = 0.5  # of the learning rate, where trained weights are trained further
 
 
+# More drafting. The engine's users sample: most texts are of T = 0.7, and all are new.
+MORE = Plan(
+    texts=((8192, 512, 256), (98304, 256, 64)),
+    temperatures=((0.0, 0.3), (0.7, 0.5), (1.0, 0.2)),
+    sampling_seeds=2,
+    budgets=(16, 32),
+    seed=2027,
+    texts_end=0.3,
+    drafter_end=0.86,
+)
 TOY_PLAN = Plan(
     rows=2048,
     blocks=32,
@@ -82,6 +104,10 @@ TOY_PLAN = Plan(
     sampling_seeds=1,
     budgets=(8, 16),
 )
+TOY_MORE = dict(
+    rows=1024, blocks=16, texts=((2, 512, 256), (4, 256, 64)), decode_rows=4, emit=16,
+    sampling_seeds=1, validation_prompts=2,
+)  # fmt: skip
 TOY_TARGET = TargetShape(
     hidden=64,
     layers=3,
@@ -128,6 +154,13 @@ def decay(
     if progress < start:
         return peak
     return peak + (floor - peak) * (progress - start) / (1 - start)
+
+
+def cosine(progress: float, peak: float, warm: float = 0.02) -> float:
+    """Learning-rate factor: a short warm-up, then half a cosine down to 0."""
+    if progress < warm:
+        return peak * progress / warm
+    return peak / 2 * (1 + math.cos(math.pi * min(1.0, (progress - warm) / (1 - warm))))
 
 
 # ---- data ------------------------------------------------------------------------------------
@@ -307,6 +340,33 @@ def save_drafter(params: Params, out: Path) -> None:
     save_file(tensors, out / "drafter.safetensors")
 
 
+def unpack_int4(words: torch.Tensor) -> torch.Tensor:
+    """What pack_int4 packed, as float32 codes."""
+    shifts = 4 * torch.arange(8, device=words.device)
+    return ((words[..., None] >> shifts & 15) - 8).flatten(-2).float()
+
+
+def read_published(folder: Path, device: torch.device) -> Params:
+    """The tensors of a published folder, float32; the routed experts dequantised and stacked."""
+    tensors: Params = {}
+    for file in sorted(folder.glob("model-*.safetensors")):
+        tensors |= load_file(file)
+    params: Params = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        short = name.removeprefix("language_model.")
+        if ".experts." not in name:
+            params[short] = tensor.float().to(device)
+        elif name.endswith(".weight_packed"):
+            stem, expert, matrix, _ = short.rsplit(".", 3)
+            codes = unpack_int4(tensor).unflatten(-1, (-1, GROUP))
+            scale = tensors[name.replace("packed", "scale")].float()
+            experts.setdefault(f"{stem}.{matrix}", {})[int(expert)] = codes * scale[..., None]
+    for name, parts in experts.items():
+        params[name] = torch.stack([parts[i] for i in range(len(parts))]).flatten(-2).to(device)
+    return params
+
+
 # ---- drafter ---------------------------------------------------------------------------------
 
 
@@ -339,7 +399,7 @@ def read_states(target: Target, ids: torch.Tensor, rows: int) -> tuple[torch.Ten
     return taps, hidden
 
 
-def write_texts(target: Target, corpus: Corpus, plan: Plan, clock: Clock) -> list[Texts]:
+def write_texts(target: Target, seeds: torch.Tensor, plan: Plan, clock: Clock) -> list[Texts]:
     """The INT4 target continues text it never saw, greedily and sampled."""
     generator = torch.Generator(device=target.device).manual_seed(plan.seed + 2)
     decoder = Decoder(target)
@@ -353,7 +413,7 @@ def write_texts(target: Target, corpus: Corpus, plan: Plan, clock: Clock) -> lis
             if ids and clock.now() > plan.texts_end:
                 break
             size = min(count, plan.decode_rows)
-            prompts = windows(corpus.seeds, size, length, generator)
+            prompts = windows(seeds, size, length, generator)
             drawn = torch.multinomial(weights, size, replacement=True, generator=generator)
             temperature = choices[drawn]
             start = torch.full((size,), given, device=target.device)
@@ -367,8 +427,10 @@ def write_texts(target: Target, corpus: Corpus, plan: Plan, clock: Clock) -> lis
 
 
 def train_drafter(
-    drafter: Drafter, sets: list[Texts], plan: Plan, clock: Clock
+    drafter: Drafter, sets: list[Texts], plan: Plan, clock: Clock, noisy: bool = False
 ) -> dict[str, object]:
+    """Trains until plan.drafter_end of the wall time: `noisy` with the noise of the target's draws
+    and a cosine, else towards the target's distribution (greedy texts: its tokens)."""
     d, device = drafter.shape, drafter.target.device
     generator = torch.Generator(device=device).manual_seed(plan.seed + 3)
     pick = np.random.default_rng(plan.seed + 3)
@@ -391,15 +453,15 @@ def train_drafter(
         at = (roots[:, :, None] + ahead).flatten(1)
         teacher = texts.hidden[row[:, None], at - 1].flatten(0, 1)
         temperature = texts.temperature[row]
-        loss, right = drafter.loss(
-            hidden.flatten(0, 2),
-            drafter.params["norm.weight"],
-            drafter.head,
-            teacher,
-            temperature.repeat_interleave(roots_each * (d.block - 1)),
-            ids.gather(1, at).flatten(),
-            by_position.repeat(plan.blocks),
-        )
+        heat = temperature.repeat_interleave(roots_each * (d.block - 1))
+        labels = ids.gather(1, at).flatten()
+        given = hidden.flatten(0, 2), drafter.params["norm.weight"], drafter.head
+        if noisy:
+            noise = drafter.noise(teacher, drafter.head, heat, labels)
+            loss, right = drafter.noisy_loss(*given, noise, heat, labels, by_position)
+        else:
+            weights = by_position.repeat(plan.blocks)
+            loss, right = drafter.loss(*given, teacher, heat, labels, weights)
         return loss, right.view(batch, roots_each, d.block - 1), temperature
 
     step()[0].backward()
@@ -413,7 +475,7 @@ def train_drafter(
     while (progress := (clock.now() - begin) / span) < 1 or done == 0:
         loss, right, temperature = step()
         loss.backward()
-        rate = decay(min(progress, 1), 0.4, 0.02)
+        rate = cosine(progress, plan.more_peak) if noisy else decay(min(progress, 1), 0.4, 0.02)
         optimiser.step(rate, momentum=0.85 + 0.1 * min(1, done / 200))
         if done % 250 == 0:
             greedy = right[temperature == 0].float().cumprod(-1).sum(-1).mean()
@@ -476,17 +538,23 @@ def loops(tokens: list[int]) -> bool:
 
 
 def accepted_everywhere(
-    drafter: Drafter, ids: torch.Tensor, first: torch.Tensor, plan: Plan
+    drafter: Drafter,
+    ids: torch.Tensor,
+    first: torch.Tensor,
+    plan: Plan,
+    temperature: float = 0.0,
 ) -> dict[int, np.ndarray]:
     """Accepted drafts for every root first[i] … first[i] + emit - 1 of known texts ids [M, S].
 
+    At a temperature, drafts are ranked as the engine does: by logits + temperature * noise, with
+    noise that makes the target draw the text. At 0 by the drafter's logits alone.
     Returns budget -> [M, emit]; budget 0 stands for the chain.
     """
     d = drafter.shape
     count, length = ids.shape
     batch = plan.rows // length
     roots_each = plan.blocks // batch
-    taps, _ = read_states(drafter.target, ids, plan.rows)
+    taps, states = read_states(drafter.target, ids, plan.rows)
     norm = drafter.params["norm.weight"].detach()
     ahead = torch.arange(1, d.block, device=ids.device)
     found = {b: np.zeros((count, plan.emit), np.int64) for b in (0, *plan.budgets)}
@@ -496,9 +564,16 @@ def accepted_everywhere(
             steps = torch.arange(offset, offset + roots_each, device=ids.device)
             roots = first[rows][:, None] + steps.clamp_max(plan.emit - 1)
             hidden = drafter.forward(ids[rows], taps[rows], roots)[:, :, 1:].detach()
-            labels = ids[rows].gather(1, (roots[:, :, None] + ahead).flatten(1))
+            at = (roots[:, :, None] + ahead).flatten(1)
+            labels = ids[rows].gather(1, at)
             hidden = rms_norm(hidden.flatten(0, 1), norm, NORM_EPS)
-            log_p = torch.log_softmax(linear(hidden, drafter.head)[..., :FIRST_SPECIAL].float(), -1)
+            logits = linear(hidden, drafter.head).float()
+            if temperature:
+                teacher = states[rows[:, None], at - 1].flatten(0, 1)
+                heat = torch.full((len(teacher),), temperature, device=ids.device)
+                noise = drafter.noise(teacher, drafter.head, heat, labels.flatten())
+                logits += temperature * noise.view_as(logits)
+            log_p = torch.log_softmax(logits[..., :FIRST_SPECIAL], -1)
             labels = labels.view(-1, d.block - 1)
             keep = min(batch, count - i)
             upto = min(plan.emit, offset + roots_each)
@@ -525,8 +600,10 @@ def acceptance(
     temperature: float,
     plan: Plan,
     length: int,
+    noisy: bool = False,
 ) -> dict[str, object]:
-    """Acceptance lengths on the target's own continuations of held-out prompts."""
+    """Acceptance lengths on the target's own continuations of prompts; `noisy`: drafts are ranked
+    with the target's noise, as in the engine."""
     device, block = drafter.target.device, drafter.shape.block
     seeds = plan.sampling_seeds if temperature else 1
     given = torch.tensor([len(p) for p in prompts] * seeds, device=device)
@@ -540,7 +617,9 @@ def acceptance(
     emitted = [ids[r, g : g + plan.emit].tolist() for r, g in enumerate(given.tolist())]
     looping = np.array([loops(tokens) for tokens in emitted])
     result: dict[str, object] = {"texts": len(given), "looping": round(float(looping.mean()), 3)}
-    for budget, accepted in accepted_everywhere(drafter, ids, given, plan).items():
+    for budget, accepted in accepted_everywhere(
+        drafter, ids, given, plan, temperature if noisy else 0.0
+    ).items():
         walks = np.array([walk(row) for row in accepted])
         key = f"tree {budget}" if budget else "chain"
         result[key] = round(float(walks[:, 0].sum() / walks[:, 1].sum()), 3)
@@ -549,6 +628,49 @@ def acceptance(
             tau = float(straight[:, 0].sum() / straight[:, 1].sum())
             result[f"{key} without loops"] = round(tau, 3)
     return result
+
+
+# ---- more drafting ---------------------------------------------------------------------------
+
+
+def draft_more(
+    published: Path, data: Path, plan: Plan, clock: Clock, device: torch.device, out: Path
+) -> None:
+    """Trains the published drafter further; the target stays as it is.
+
+    The prompts to validate with are of the target's training text, with which no text of the
+    drafter's began.
+    """
+    compiled, shape, drafter_shape = device.type == "cuda", TargetShape(), DrafterShape()
+    seeds = read_ids(data / "seeds.u16.xz", device)
+    known = read_ids(data / "train_stdlib.u16.xz", device).cpu().numpy()
+    target = Target(shape, read_published(published, device), compiled)
+    params = read_published(published / "drafter", device)
+    for p in params.values():
+        p.requires_grad_()
+    drafter, decoder = Drafter(target, drafter_shape, params, compiled), Decoder(target)
+    pick = np.random.default_rng(plan.seed)
+    lengths = pick.integers(100, 200, plan.validation_prompts)
+    starts = pick.integers(0, len(known) - 200, plan.validation_prompts)
+    prompts = [known[s : s + n] for s, n in zip(starts, lengths, strict=True)]
+    results: dict[str, object] = {"plan": asdict(plan), "torch": torch.__version__}
+    results |= {"seed tokens": len(seeds), "validation text tokens": len(known)}
+
+    def measure(name: str) -> None:
+        for temperature in (0.0, 0.7, 1.0):
+            which = drafter, decoder, prompts, temperature, plan, plan.context
+            found = acceptance(*which, noisy=True)
+            results[f"{name}, T = {temperature}"] = found
+            log(f"{name}, T = {temperature}", found)
+        (out / "drafting.json").write_text(json.dumps(results, indent=1) + "\n")
+
+    log(f"{len(seeds)} tokens of seeds, {len(known)} to validate with")
+    measure("before")
+    sets = write_texts(target, seeds, plan, clock)
+    results["drafting"] = train_drafter(drafter, sets, plan, clock, noisy=True)
+    save_drafter(params, out)
+    del sets
+    measure("after")
 
 
 # ---- command line ----------------------------------------------------------------------------
@@ -560,6 +682,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=510, help="wall time of the whole run")
     parser.add_argument("--toy", action="store_true", help="tiny shapes, for a CPU")
+    parser.add_argument("--more-drafting", type=Path, metavar="PUBLISHED", help="see above")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -568,6 +691,10 @@ def main() -> None:
     if args.toy:
         plan, shape, drafter_shape = TOY_PLAN, TOY_TARGET, TOY_DRAFTER
     clock = Clock(args.seconds)
+    if args.more_drafting:
+        plan = replace(MORE, **TOY_MORE) if args.toy else MORE
+        draft_more(args.more_drafting, args.data, plan, clock, device, args.out)
+        return
     results: dict[str, object] = {
         "plan": asdict(plan),
         "target": asdict(shape),
@@ -630,7 +757,7 @@ def main() -> None:
     log({k: v for k, v in results.items() if k.startswith("bits")})
     del optimiser, target
 
-    sets = write_texts(int4, corpus, plan, clock)
+    sets = write_texts(int4, corpus.seeds, plan, clock)
     params = init_drafter(shape, drafter_shape, plan.seed + 1, device)
     drafter = Drafter(int4, drafter_shape, params, compiled)
     record("drafting", train_drafter(drafter, sets, plan, clock))
