@@ -71,6 +71,8 @@ def main(argv: list[str] | None = None) -> int:
         arguments.max_tokens = 65 if few else 96
     if arguments.repeats is None:
         arguments.repeats = 1 if few else 5
+    if arguments.contexts is None:
+        arguments.contexts = [4096 if arguments.what == "prefill" else 1000]
     measures = {"speed": speed, "acceptance": acceptance, "step": step, "prefill": prefill}
     measures |= {"ops": operations, "reduce": sums}
     try:
