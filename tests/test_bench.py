@@ -37,6 +37,9 @@ def house(tmp_path_factory):
 # ---- --against ---------------------------------------------------------------------------------
 
 
+ROW = {"mode": "ar", "identical": "yes"}
+
+
 def row(us, spread, **more) -> dict:
     return {"op": "o_proj", "T": 8, "µs": us, "spread": spread, "GB/s": 9.0, **more}
 
@@ -94,6 +97,17 @@ def test_one_line_ends(error, code, monkeypatch, capsys):
     monkeypatch.setattr(bench, "speed", fail)
     assert bench.main(["speed"]) == code
     assert capsys.readouterr().err == f"error: {' '.join(str(error).split())}\n"
+
+
+@pytest.mark.parametrize(
+    "what, expected", (("speed", (96, 5)), ("step", (65, 1, [1000])), ("prefill", (96, 5, [4096])))
+)
+def test_what_is_not_asked_for(what, expected, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench, what, lambda arguments: asked.append(arguments) or [ROW])
+    assert bench.main([what]) == 0
+    found = asked[0].max_tokens, asked[0].repeats, asked[0].contexts
+    assert found[: len(expected)] == expected
 
 
 # ---- a step and its parts ----------------------------------------------------------------------
