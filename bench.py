@@ -16,6 +16,8 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import math
+import re
 import statistics
 import sys
 import time
@@ -28,10 +30,9 @@ from tqdm import tqdm
 
 import config
 import reference
-from commands import nodes
-from config import DeviceFault, UserError
+from commands import exit_code, nodes
+from config import UserError
 from engine import Engine
-from parallel import RankFailed
 from request import Result, acceptance_length
 from sampling import SamplingParams
 
@@ -39,6 +40,13 @@ HELD_OUT = Path(__file__).parent / "tests" / "data" / "heldout_prompts.jsonl"
 NAMES = ("op", "T", "context", "temperature", "mode")  # that say what a row is of
 MEASURES = {"µs": -1, "ms": -1, "tok/s": 1, "ms a step": -1, "tau": 1, "drafter": -1, "tree": -1}
 MEASURES |= {f"tok/ms {quality}": 1 for quality in ("perfect", "good", "mixed", "wrong")}
+LEAST = {"max_tokens": 2, "budgets": 1, "repeats": 1, "prompts": 1, "seeds": 1, "batch": 1}
+LEAST |= {"contexts": 1, "rows": 1}
+DEFAULTS = {  # of an argument: what it is for, and for all else
+    "max_tokens": {"step": 65, "": 96},
+    "repeats": {"step": 1, "": 5},  # of a large model, four scripts a mode
+    "contexts": {"prefill": [4096], "": [1000]},
+}
 NOISE = 0.04  # of a figure: clocks differ by so much between runs
 PROMPT = "import os\n\n\nclass Cache:\n    def __init__(self, size):\n"
 
@@ -66,47 +74,44 @@ def main(argv: list[str] | None = None) -> int:
     add("--tp", type=int, choices=(2, 4, 8), default=2, help="of reduce: GPUs")
     add("--skew", action="store_true", help="of ops: 64 rows also over few experts")
     arguments = parser.parse_args(argv)
-    few = arguments.what == "step"  # of a large model, four scripts a mode
-    if arguments.max_tokens is None:
-        arguments.max_tokens = 65 if few else 96
-    if arguments.repeats is None:
-        arguments.repeats = 1 if few else 5
-    if arguments.contexts is None:
-        arguments.contexts = [4096 if arguments.what == "prefill" else 1000]
+    for name, of in DEFAULTS.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, of.get(arguments.what, of[""]))
+    return exit_code(lambda: run(arguments))
+
+
+def run(arguments) -> int:
     measures = {"speed": speed, "acceptance": acceptance, "step": step, "prefill": prefill}
     measures |= {"ops": operations, "reduce": sums}
-    try:
-        before = check(arguments)
-        rows = measures[arguments.what](arguments)
-        print(table(rows))
-        if before is not None:
-            print(f"\nagainst {arguments.against}:\n\n{table(changes(before, rows))}")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except DeviceFault as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return config.DEVICE_FAULT
-    except RankFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    before = check(arguments)
+    rows = measures[arguments.what](arguments)
+    print(table(rows))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(rows, indent=1))
+    if before is not None:
+        print(f"\nagainst {arguments.against}:\n\n{table(changes(before, rows))}")
     return 1 if any(row["identical"] == "NO" for row in rows) else 0
 
 
 def check(arguments) -> list[dict] | None:
     """Refuse what leaves nothing to measure; the rows of --against, where it is given."""
-    for name, least in (("max_tokens", 2), ("repeats", 1), ("prompts", 1), ("seeds", 1)):
-        if (got := getattr(arguments, name)) < least:
-            raise UserError(f"--{name.replace('_', '-')}: expected at least {least}, got {got}")
+    for name, least in LEAST.items():
+        got = getattr(arguments, name)
+        for n in got if isinstance(got, list) else [got]:
+            if isinstance(n, int) and n < least:
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"{flag}: expected at least {least}, got {n}")
     if arguments.what == "acceptance" and not arguments.file.is_file():
         raise UserError(f"--file {arguments.file}: no such file")
+    if arguments.json and not Path(arguments.json).absolute().parent.is_dir():
+        raise UserError(f"--json {arguments.json}: its directory does not exist")
+    if arguments.json and Path(arguments.json).is_dir():
+        raise UserError(f"--json {arguments.json}: is a directory; name a file")
     if arguments.against is None:
         return None
     try:
-        rows = json.loads(arguments.against.read_text())
-    except (OSError, ValueError) as error:
+        rows = json.loads(arguments.against.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--against {arguments.against}: {error}") from None
     if not (rows and isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         raise UserError(f"--against {arguments.against}: expected what --json writes")
@@ -127,19 +132,23 @@ def changes(before: list[dict], now: list[dict]) -> list[dict]:
     """What two runs say of the same things. Beyond the noise is what differs by more than NOISE
     and, where spreads are stated, by so much that they have nothing in common."""
     names = [n for n in NAMES if n in now[0]]
-    was, rows = {tuple(row.get(n) for n in names): row for row in before}, []
+    was, rows = {tuple(str(row.get(n)) for n in names): row for row in before}, []
     for row in now:
-        old = was.pop(key := tuple(row[n] for n in names), {})
+        key = [row[n] for n in names]
+        old = was.pop(tuple(map(str, key)), {})
         others = [n for n, v in row.items() if isinstance(v, float)]  # then all are times
         known = {n: better for n, better in MEASURES.items() if n in row}
         for measure, better in (known or dict.fromkeys(others, -1)).items():
             values = [r.get(measure) for r in (old, row)]
-            if not all(isinstance(v, int | float) and v > 0 for v in values):
+            if not all(isinstance(v, int | float) and 0 < v < math.inf for v in values):
                 continue
             ratio = values[1] / values[0]
             apart = abs(ratio - 1) > NOISE
             if measure == names_spread(row):
-                (low, high), (least, most) = (limits(r["spread"]) for r in (old, row))
+                spreads = [limits(r.get("spread")) for r in (old, row)]
+                if None in spreads:
+                    raise UserError('--against: a "spread" is not what --json writes')
+                (low, high), (least, most) = spreads
                 apart &= high < least or most < low
             verdict = "better" if (ratio > 1) == (better > 0) else "worse"
             rows.append(
@@ -157,9 +166,10 @@ def names_spread(row: dict) -> str | None:
     return names[names.index("spread") - 1] if "spread" in names else None
 
 
-def limits(spread: str) -> tuple[float, float]:
-    low, _, high = spread.partition("-")
-    return float(low), float(high)
+def limits(spread: object) -> tuple[float, float] | None:
+    """Of a spread as it is written; None of anything else."""
+    found = re.fullmatch(r"(\d+\.?\d*)-(\d+\.?\d*)", str(spread))
+    return found and (float(found[1]), float(found[2]))
 
 
 def step(arguments) -> list[dict]:
@@ -243,6 +253,8 @@ def speed(arguments) -> list[dict]:
             [result] = engine.generate([PROMPT], params, keep_logits=not turn)
         finally:
             reference.ROW_TILE = tile
+        if result.error or not result.steps:
+            raise UserError(f"speed: {m.name}: {result.error or 'the context leaves no steps'}")
         if turn:
             results[m.name].append(result)
         else:  # warms up, and keeps the logits: their bits are compared, the other turns' ids
@@ -281,8 +293,7 @@ def acceptance(arguments) -> list[dict]:
     engine = Engine(settings, arguments.device)
     if engine.drafter is None:
         raise UserError(f"{arguments.config}: draft.path is not set; acceptance needs a drafter")
-    lines = arguments.file.read_text(encoding="utf-8").splitlines()[: arguments.prompts]
-    texts = [json.loads(line)["text"] for line in lines]
+    texts = held_out(arguments.file, arguments.prompts)
     rows = []
     for temperature in arguments.temperatures:
         asked = []
@@ -317,6 +328,19 @@ def acceptance(arguments) -> list[dict]:
                 }
             )
     return rows
+
+
+def held_out(file: Path, most: int) -> list[str]:
+    """The first texts of a file of JSON lines."""
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+        read = [json.loads(line) for line in lines if line.strip()][:most]
+        texts = [line["text"] for line in read]
+    except (ValueError, RecursionError, TypeError, LookupError):
+        texts = []
+    if not (texts and all(isinstance(text, str) for text in texts)):
+        raise UserError(f"--file {file}: expected JSON lines with `text`")
+    return texts
 
 
 def decode(engine: Engine, asked, name: str) -> list[Result]:

@@ -74,6 +74,8 @@ def last_piece(engine: Engine, prompt: list[int], size: int) -> tuple[float, np.
             engine.advance(sequence)
             wait(engine)
             seconds = time.perf_counter() - began
+            if sequence.error:
+                raise UserError(f"prefill: {sequence.error}")
         return seconds, np.array(sequence.logits[0])
     finally:
         engine.cancel(sequence)

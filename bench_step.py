@@ -164,6 +164,8 @@ def step_row(engine: Engine, prompt, params, mode: tuple) -> dict:
     try:
         while not sequence.n_emitted:
             engine.advance(sequence)
+            if sequence.error:
+                raise UserError(f"step: {sequence.error}")
         times = [engine.seconds(engine.choice, sequence.arrival) for _ in range(REPEATS + 2)][2:]
         if None in times:
             raise UserError("step: too few pages; raise decode.pages")

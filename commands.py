@@ -12,7 +12,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -164,12 +164,18 @@ def nodes(text: str) -> int | str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; the exit code is 0, 1 (a request, a check or another rank failed), 2 (a
-    user's mistake), 3 (a kernel failed), 130 (Ctrl-C) or 141 (the output's reader has gone)."""
+    """Run the command line; see `exit_code`."""
     arguments = parse_arguments(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stderr, level=logging.INFO)
+    return exit_code(lambda: run(arguments))
+
+
+def exit_code(work: Callable[[], int]) -> int:
+    """What a command returns, or one line and 1 (another rank failed), 2 (a user's mistake), 3 (a
+    kernel failed), 130 (Ctrl-C) or 141 (the output's reader has gone). By itself a command returns
+    0, or 1 where a request or a check failed."""
     try:
-        return run(arguments)
+        return work()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

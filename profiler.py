@@ -55,8 +55,10 @@ def table(engine: Engine, prompt, params: SamplingParams) -> str:
     params = dataclasses.replace(params, max_tokens=tokens, ignore_eos=True, stop=())
     sequence = engine.submit(prompt, params)
     try:
-        while sequence.n_emitted < min(WARM, tokens // 2):
+        while sequence.n_emitted < min(WARM, tokens // 2) and sequence.finish_reason is None:
             engine.advance(sequence)
+        if sequence.error:
+            raise UserError(f"--profile: {sequence.error}")
         if sequence.finish_reason is not None:
             raise UserError(
                 "--profile: the text ended at once; give another --prompt or more tokens"

@@ -7,6 +7,7 @@ import json
 import pytest
 
 import bench
+import bench_prefill
 import bench_step
 import engine
 import profiler
@@ -75,6 +76,72 @@ def test_a_file_of_no_run_is_refused(text, tmp_path, capsys):
     assert bench.main(["speed", "--against", str(tmp_path / "x.json")]) == 2
     assert bench.main(["speed", "--against", str(tmp_path / "gone.json")]) == 2
     assert all(line.startswith("error: --against") for line in capsys.readouterr().err.splitlines())
+
+
+@pytest.mark.parametrize(
+    "old",
+    (
+        {"spread": 5},
+        {"spread": "x-y"},
+        {},
+        {"spread": "1e-5-2e-5"},
+    ),
+)
+def test_a_spread_that_is_none_is_refused(old):
+    rows = [{"mode": "ar", "tok/s": 1.0, **old}]
+    with pytest.raises(UserError, match="spread"):
+        bench.changes(rows, [{"mode": "ar", "tok/s": 2.0, "spread": "1.9-2.1"}])
+
+
+def test_odd_names_and_figures_match_nothing():
+    now = [{"mode": "ar", "tok/s": 2.0}]
+    for old in ({"mode": ["ar"], "tok/s": 1.0}, {"mode": "ar", "tok/s": float("inf")}):
+        with pytest.raises(UserError, match="nothing that this one did"):
+            bench.changes([old], now)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    (
+        "speed --budgets 0",
+        "speed --repeats 0",
+        "step --contexts 20 -1",
+        "step --budgets 8 -2",
+        "step --max-tokens 1",
+        "prefill --contexts -32 --rows 32",
+        "prefill --contexts 32 --rows 0",
+        "ops --rows -1",
+        "reduce --rows 0",
+        "acceptance --batch 0",
+        "acceptance --file {house}/toy.yaml",
+        "acceptance --file {house}/toy/model.safetensors",
+        "acceptance --file {house}/one.json",
+        "speed --json {house}",
+        "speed --json {house}/gone/x.json",
+        "speed --against {house}/deep.json",
+        "speed --against {house}/toy/model.safetensors",
+        "speed --config {house}/full.yaml",
+    ),
+)
+def test_mistakes_are_one_line(argv, house, capsys):
+    (house / "deep.json").write_text("[" * 100_000)
+    (house / "one.json").write_text("[1]")
+    full = YAML.replace("decode: {", f"decode: {{context: {len(bench.PROMPT) + 1}, ")
+    (house / "full.yaml").write_text(full)
+    few = ["--config", str(house / "fixed.yaml"), "--device", "cpu"]
+    assert bench.main([*few, *argv.format(house=house).split()]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("error, code", ((KeyboardInterrupt(), 130), (MemoryError("x"), 2)))
+def test_other_ends_are_one_line_too(error, code, monkeypatch, capsys):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr(bench, "speed", fail)
+    assert bench.main(["speed"]) == code
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_speed_and_its_file(house, tmp_path, capsys):
@@ -176,3 +243,28 @@ def test_a_profile_leaves_operations_as_they_were(house):
     assert set(vars(made.ops)) == before and not made.running
     with pytest.raises(UserError, match="at least 4"):
         profiler.table(made, [1, 2, 3], SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize("length", (247, 250, 253, 255))
+def test_a_profile_at_the_end_of_the_context_ends(length, house, capsys):
+    argv = ["--config", str(house / "toy.yaml"), "--device", "cpu", "--profile", "--prompt"]
+    code = engine.main([*argv, "a" * length])
+    err = capsys.readouterr().err
+    assert code == 0 if length == 247 else (code == 2 and "the text ended at once" in err)
+
+
+def test_logits_that_are_not_finite_end_every_measure(tmp_path):
+    """They are said, and waited for by nobody."""
+
+    def poison(tensors):
+        tensors["model.norm.weight"][...] = float("nan")
+
+    toy.write_checkpoint(tmp_path / "toy", drafter={}, change=poison)
+    made = toy.engine_of(tmp_path / "toy", drafter=True)
+    with pytest.raises(UserError, match="not finite"):
+        profiler.table(made, [1, 2, 3], SamplingParams(max_tokens=12))
+    with pytest.raises(UserError, match="not finite"):
+        bench_prefill.last_piece(made, [1, 2, 3, 4], 16)
+    with pytest.raises(UserError, match="not finite"):
+        bench_step.step_row(made, [1, 2, 3], SamplingParams(max_tokens=8), ("ar", 1))
+    assert not made.running and not made.waiting
