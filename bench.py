@@ -180,10 +180,10 @@ def step(arguments) -> list[dict]:
 
 def operations(arguments) -> list[dict]:
     import bench_kernels  # needs a GPU: only when asked for
-    import ops
+    import launchers
 
     try:
-        ops.CudaLauncher()
+        launchers.CudaLauncher()
     except UserError:
         raise UserError(
             "ops: times kernels and needs an NVIDIA GPU; none can be used here"

@@ -18,6 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 import config
+import launchers
 import ops
 from config import UserError
 from reference import Int4Weight
@@ -67,7 +68,7 @@ def matrix(kernels, seed: int, *shape: int):
 
 def random(kernels, seed: int, *shape: int, scale: float = 1.0):
     """bfloat16, uniform in [-scale, scale)."""
-    out = kernels.launcher.empty(shape, ops.BFLOAT16)
+    out = kernels.launcher.empty(shape, launchers.BFLOAT16)
     kernels.generate(out.reshape(-1, shape[-1]), seed, 0.0, scale)
     return out
 
@@ -183,8 +184,9 @@ def layer_case(goals: dict) -> Case:
 
     def prepare(kernels, w: dict) -> dict:
         xp, seen = kernels.launcher.xp, random(kernels, 3, 1, HEADS * LATENT).view(np.uint16)
-        seen = xp.repeat(seen, MOST_ROWS, 0).view(ops.BFLOAT16).reshape(MOST_ROWS, HEADS, LATENT)
-        if kernels.act != ops.BFLOAT16:
+        seen = xp.repeat(seen, MOST_ROWS, 0).view(launchers.BFLOAT16)
+        seen = seen.reshape(MOST_ROWS, HEADS, LATENT)
+        if kernels.act != launchers.BFLOAT16:
             seen = kernels.launcher.upload(kernels.download(seen))
         heads = kernels.prepare_heads(w["kv_b"], HEADS, NOPE, VALUE)
         return w | {
@@ -226,7 +228,7 @@ def experts_case(goals: dict) -> Case:
         for i, (out, k) in enumerate(sizes):
             packed = kernels.launcher.empty((EXPERTS, out, k // 8), np.int32)
             kernels.generate(packed.reshape(-1, k // 8), seed + 2 * i, 0.0, 1.0)
-            scales = kernels.launcher.empty((EXPERTS, out, k // 32), ops.BFLOAT16)
+            scales = kernels.launcher.empty((EXPERTS, out, k // 32), launchers.BFLOAT16)
             mean = 0.2 / k**0.5  # codes have a deviation of 4.6
             kernels.generate(scales.reshape(-1, k // 32), seed + 2 * i + 1, mean, 0.4 * mean)
             weights.append(Int4Weight(packed, scales))
@@ -258,7 +260,7 @@ def attention_case(context: int, goals: dict, heads=8, latent=512, width=576) ->
     pages = context // leaf + 1
 
     def prepare(kernels, weights) -> Context:
-        if kernels.act != ops.BFLOAT16:
+        if kernels.act != launchers.BFLOAT16:
             weights = kernels.launcher.upload(kernels.download(weights).astype(np.float32))
         return Context(weights.reshape(pages, leaf, width), {})
 
@@ -405,7 +407,7 @@ def time_case(
 
 def table(names: Sequence[str] | None, all_rows, skew: bool, launcher=None) -> list[dict]:
     """One row an operation and number of rows; a time only where the check has passed."""
-    launcher = launcher or ops.CudaLauncher()
+    launcher = launcher or launchers.CudaLauncher()
     kernels = ops.CudaOps("bfloat16", launcher=launcher)
     poisoned = ops.CudaOps("bfloat16", launcher=launcher, poison=True)
     truth = ops.CudaOps("float32", launcher=launcher)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+import launchers
 import ops
 import parallel
 from config import UserError
@@ -43,7 +44,7 @@ def ways(peers: parallel.PeerComm, device: ops.CudaOps) -> list[Way]:
     nccl, mail = peers.base, peers.mail
     return [
         Way("NCCL all-reduce fp32", nccl.all_reduce, FLOAT32_ERROR),
-        Way("NCCL all-reduce bf16", nccl.all_reduce, BFLOAT16_ERROR, ops.BFLOAT16),
+        Way("NCCL all-reduce bf16", nccl.all_reduce, BFLOAT16_ERROR, launchers.BFLOAT16),
         Way("NCCL gather + tree", nccl.tree_sum),
         Way("push, one shot", lambda x: device.push_sum(mail, x)),
         Way("push, two shots", lambda x: device.push_sum_slices(mail, x)),
@@ -53,7 +54,7 @@ def ways(peers: parallel.PeerComm, device: ops.CudaOps) -> list[Way]:
 
 def table(size: int, all_rows) -> list[dict]:
     """A row for each T; rank 0's side."""
-    launcher = ops.CudaLauncher(0, size)
+    launcher = launchers.CudaLauncher(0, size)
     host = parallel.start(size, FOLLOWER)
     host.broadcast(list(all_rows))
     lines = measure(host, launcher, all_rows)
@@ -126,7 +127,7 @@ def follow() -> None:
     """A rank that `table` has started."""
     host = parallel.attach(*map(int, sys.argv[-2:]))
     try:
-        measure(host, ops.CudaLauncher(host.rank, host.size), host.broadcast())
+        measure(host, launchers.CudaLauncher(host.rank, host.size), host.broadcast())
         assert host.broadcast() == parallel.End(0)
         host.close()
     except BaseException as error:

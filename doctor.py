@@ -115,7 +115,7 @@ class Doctor:
         if self.device in ("cpu", "emulate"):
             yield "skip", f"--device {self.device} was asked for"
             return
-        from ops import CudaLauncher
+        from launchers import CudaLauncher
 
         try:
             CudaLauncher()

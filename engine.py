@@ -825,14 +825,15 @@ def make_ops(
 ):
     """The operations of "cpu", "cuda", "emulate" (the kernels as host code), or "auto": a GPU where
     there is one, else the CPU, said in one line. debug: see ops.CudaOps; index, needed: see
-    ops.CudaLauncher."""
+    launchers.CudaLauncher."""
     activation = settings.kernels.activation
     if device != "cpu":
-        import ops  # owns CuPy: nothing else may need it
+        import ops  # with these, CuPy: nothing else may need it
+        from launchers import CudaLauncher, EmulatorLauncher
 
         try:
             emulated = device == "emulate"
-            launcher = ops.EmulatorLauncher() if emulated else ops.CudaLauncher(index, needed)
+            launcher = EmulatorLauncher() if emulated else CudaLauncher(index, needed)
             kinds = "linear", "moe", "attention"
             chosen = {kind: getattr(settings.kernels, kind) for kind in kinds}
             return ops.CudaOps(activation, launcher=launcher, debug=debug, **chosen)

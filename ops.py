@@ -1,36 +1,59 @@
-"""The operations on a GPU: compile `kernels.cu`, check, cast, launch. Sole owner of device code.
+"""The operations on a GPU: compile `kernels*.cu`, check, cast, launch. Sole owner of device code,
+with `ops_mma.py` for what tensor cores do.
 
 `CudaOps` has the names and signatures of `reference.ReferenceOps`; what an operation means, and
-where it rounds, is written there. Arrays live where the launcher keeps them: `CudaLauncher` on an
-NVIDIA GPU (CuPy, NVRTC), `EmulatorLauncher` in host memory, where the same kernels run thread by
-thread as host code. bfloat16 activations are stored as bfloat16.
+where it rounds, is written there. Arrays live where the launcher (launchers.py) keeps them.
+bfloat16 activations are stored as bfloat16.
 
-kernels.cu is cut at its banners. Every section is compiled alone behind the prelude, so an edit
-recompiles one section, and a source holds all that its result depends on (nothing is included): the
-compile cache needs no other key.
+The files are cut at their banners. Every section is compiled alone behind the prelude (the first),
+so an edit recompiles one section, and a source holds all that its result depends on (nothing is
+included): the compile cache needs no other key.
 """
 
 from __future__ import annotations
 
 import copy
-import ctypes
 import math
-import mmap
-import os
 import re
-import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
 import config
 import reference
 import sampling
 from config import DeviceFault, UserError
+from launchers import (
+    BFLOAT16,
+    FLOAT32,
+    INT32,
+    INT32_MAX,
+    THREADS,
+    UINT64,
+    WARPS,
+    Captured,
+    CudaLauncher,
+    Defines,
+    ceil,
+)
+from ops_mma import (
+    COLUMN_TILES,
+    PARTS_BYTES,
+    ROUTER_PARTS,
+    SHARES,
+    Cut,
+    TensorCoreAttention,
+    TensorCoreKernels,
+    TensorExperts,
+    TensorHeads,
+    TensorMatrix,
+    TensorMlp,
+    attention_defines,
+    mma_needs,
+    parts_of,
+)
 from reference import DraftRows, Int4Weight
 
 FILES = (
@@ -42,9 +65,7 @@ FILES = (
 )
 HERE = Path(__file__).resolve().parent
 OPTIONS = ("-std=c++17", "--fmad=false")  # no contraction: it changes bits between kernels (R5)
-THREADS = 256  # of every block
 ROWS = 8  # rows of x that a warp takes together
-WARPS = THREADS // 32
 ROW_BLOCKS = 4  # that share a wide row of a norm, as a cluster
 HEADS = 4  # heads of one row that an attention block takes together
 SHARED_DEFAULT = 48 * 1024  # dynamic shared bytes that a kernel has without asking
@@ -54,26 +75,10 @@ ONE_SHOT = {2: 40 * 7168, 4: 8 * 7168, 8: 3 * 7168}
 MOST_IN_ONE_SHOT, MOST_IN_TWO_SHOTS = 1 << 19, 1 << 20
 MAX_PEER_BLOCKS = 256  # grid of these: flags are laid out for so many
 MAX_SPAN_BLOCKS = 64  # grid of the span loop; a block takes every so-many-th span
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-FLOAT32 = np.dtype(np.float32)
-INT32 = np.dtype(np.int32)
-INT32_MAX = 2**31 - 1
-UINT8 = np.dtype(np.uint8)
-UINT64 = np.dtype(np.uint64)
 REQUEST = np.dtype(  # struct Request of the kernels
     [("seed", "u8"), ("top_p", "u8"), ("min_mass", "u8"), ("temperature", "f4"), ("top_k", "i4")]
 )
 TYPES = {FLOAT32: "float", BFLOAT16: "bf16"}  # the kernels' names
-Defines = tuple[tuple[str, object], ...]  # -D options of one section
-_C_TYPES = {
-    np.dtype(numpy): c
-    for numpy, c in (
-        (np.int32, ctypes.c_int32), (np.int64, ctypes.c_int64), (np.uint32, ctypes.c_uint32),
-        (np.uint64, ctypes.c_uint64), (np.float32, ctypes.c_float),
-    )
-}  # fmt: skip
-
-
 # ---- source ------------------------------------------------------------------------------------
 
 
@@ -123,16 +128,11 @@ def defines_of(activation: str, extra: Defines = ()) -> tuple[str, ...]:
     return tuple(f"-D{name}={value}" for name, value in (values | dict(extra)).items())
 
 
-def attention_defines(key: int, value: int, leaf: int, span: int) -> Defines:
-    """-D of the attention section: widths of a key and of its value, positions of a leaf, span."""
-    return (("KEY_WIDTH", key), ("VALUE_WIDTH", value), ("LEAF", leaf), ("SPAN", span))
-
-
 def norm_defines(width: int, clusters: bool) -> Defines:
     """-D of the rms_norm section, for rows of this width: eights that a thread holds, blocks that
     share a row where the device has clusters."""
     blocks = ROW_BLOCKS if clusters and width > 8 * THREADS else 1
-    return (("CHUNKS", _ceil(width, 8 * THREADS * blocks)), ("BLOCKS", blocks))
+    return (("CHUNKS", ceil(width, 8 * THREADS * blocks)), ("BLOCKS", blocks))
 
 
 def attention_shared_bytes(key: int, leaf: int) -> int:
@@ -201,379 +201,7 @@ def shared_needs(
     if drafter is not None:
         sizes["block_spans"] = (drafter.head_dim, leaf)
     needs = {kernel: SHARED_BYTES[kernel](*given) for kernel, given in sizes.items()}
-    if tensor_attention:
-        needs["attention_work"] = 16 * WORK_ROWS
-        needs["latent_fold_mma"] = needs["block_fold_mma"] = WARPS * MEET * 1024
-    if tensor_linear:
-        cuts = [(config.leaves(model.num_attention_heads, model.num_attention_heads), PARTS)]
-        cuts += [(config.mlp_leaves(model, i), PARTS) for i in range(model.num_hidden_layers)]
-        own = max(leaves * parts // WARPS for leaves, parts in cuts)
-        needs["linear_mma"] = linear_shared_bytes(TILES[0], PIECE, own)
-        needs["gate_up_mma"] = linear_shared_bytes(TILES[0], PIECE, 1)
-    if tensor_experts and model.n_routed_experts:
-        top_k, layer = model.num_experts_per_tok, model.num_hidden_layers - 1
-        experts = TensorExperts(
-            None, None, model.n_routed_experts, model.moe_intermediate_size, model.hidden_size,
-            config.mlp_leaves(model, layer), up_groups=PIECE, down_groups=PIECE,
-        )  # fmt: skip
-        rows = min(EXPERT_ROWS, max(1, MAX_PAIRS // top_k))
-        needs["expert_gate_up_mma"] = experts.up_shared_bytes(rows, top_k)
-        needs["expert_down_mma"] = experts.down_shared_bytes(DOWN_ROWS[-1], top_k)
-    return needs
-
-
-# ---- launchers ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a device allows, read from the device.
-
-    shared_bytes  dynamic shared memory of one block at most
-    processors    streaming multiprocessors
-    clusters      blocks may share their shared memory
-    """
-
-    name: str
-    architecture: str
-    shared_bytes: int
-    processors: int
-    clusters: bool = False
-    max_grid: tuple[int, int, int] = (2**31 - 1, 65535, 65535)
-
-
-class CudaLauncher:
-    """Compiles with NVRTC and launches through CuPy on the current stream."""
-
-    name = "cuda"
-
-    def __init__(self, index: int = 0, ranks: int = 1) -> None:
-        """On GPU `index` of this host, where `ranks` of them are needed."""
-        try:
-            import cupy
-        except ImportError:
-            raise UserError(
-                "--device cuda: CuPy is not installed; install cupy-cuda12x or cupy-cuda13x, or "
-                "use --device cpu"
-            ) from None
-        try:
-            count = cupy.cuda.runtime.getDeviceCount()
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise UserError(f"--device cuda: {self._no_driver(cupy, error)}") from None
-        if not count:
-            raise UserError("--device cuda: no NVIDIA GPU was found; use --device cpu")
-        # A launcher may show each rank its own GPU alone; `ranks` that are started here see all.
-        if count < ranks or 1 < count <= index:
-            raise UserError(
-                f"--device cuda: {max(ranks, index + 1)} ranks need as many GPUs, this host shows "
-                f"{count}; lower tp.size, or use --device cpu"
-            )
-        cupy.cuda.Device(0 if count == 1 else index).use()
-        self.xp = cupy
-        self.array_type = cupy.ndarray
-        self.faults = (
-            cupy.cuda.runtime.CUDARuntimeError,
-            cupy.cuda.driver.CUDADriverError,
-        )
-        device = cupy.cuda.Device()
-        properties = cupy.cuda.runtime.getDeviceProperties(device.id)
-        self._driver = None
-        if int(device.compute_capability) >= 90:
-            try:
-                from cuda.bindings import driver
-            except ImportError:
-                pass  # kernels are then launched one after the other
-            else:
-                self._driver = driver
-        self.limits = Limits(
-            name=properties["name"].decode(),
-            architecture=f"sm_{device.compute_capability}",
-            shared_bytes=int(device.attributes["MaxSharedMemoryPerBlockOptin"]),
-            processors=int(device.attributes["MultiProcessorCount"]),
-            clusters=int(device.compute_capability) >= 90,
-        )
-
-    @staticmethod
-    def _no_driver(cupy, error: Exception) -> str:
-        """Why the GPUs cannot be counted, and what to do."""
-        driver, ours = (
-            f"{version // 1000}.{version % 1000 // 10}"
-            for version in (
-                cupy.cuda.runtime.driverGetVersion(),
-                cupy.cuda.runtime.runtimeGetVersion(),
-            )
-        )
-        if driver == "0.0":
-            return "no NVIDIA GPU was found (there is no driver); use --device cpu"
-        if float(driver) < float(ours):
-            return (
-                f"the NVIDIA driver is too old: it runs CUDA {driver}, this CuPy needs {ours}; "
-                "update the driver, install a CuPy for its version (cupy-cuda12x) or use "
-                "--device cpu"
-            )
-        return f"the NVIDIA driver cannot be used: {error}; use --device cpu"
-
-    def compile(self, source: str, options: tuple[str, ...], name: str):
-        """An object with get_function(kernel)."""
-        module = self.xp.RawModule(code=source, options=options, backend="nvrtc")
-        try:
-            module.compile()
-        except self.xp.cuda.compiler.CompileException as error:
-            lines = [line for line in str(error).splitlines() if ".cu(" in line] or [str(error)]
-            raise UserError(f"section {name} does not compile:\n" + "\n".join(lines)) from None
-        return module
-
-    def function(self, module, kernel: str):
-        return module.get_function(kernel)
-
-    def launch(self, function, grid, block, args, shared_bytes: int, dependent=False) -> None:
-        """dependent: the kernel may start before the one in front of it has ended, and waits for it
-        itself; CuPy cannot ask for that, cuda.bindings can."""
-        if not dependent or self._driver is None:
-            function(grid, block, args, shared_mem=shared_bytes)
-            return
-        driver, made = self._driver, self._driver.CUlaunchConfig()
-        made.gridDimX, made.gridDimY, made.gridDimZ = grid
-        made.blockDimX, made.blockDimY, made.blockDimZ = block
-        made.sharedMemBytes = shared_bytes
-        made.hStream = driver.CUstream(self.xp.cuda.get_current_stream().ptr)
-        attribute = driver.CUlaunchAttribute()
-        names = driver.CUlaunchAttributeID
-        attribute.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        made.attrs, made.numAttrs = [attribute], 1
-        values = tuple(a.data.ptr if isinstance(a, self.array_type) else a.item() for a in args)
-        types = tuple(
-            ctypes.c_void_p if isinstance(a, self.array_type) else _C_TYPES[a.dtype] for a in args
-        )
-        kernel = driver.CUfunction(function.kernel.ptr)
-        (status,) = driver.cuLaunchKernelEx(made, kernel, (values, types), 0)
-        if status:
-            raise self.xp.cuda.driver.CUDADriverError(int(status))
-
-    def upload(self, array):
-        if isinstance(array, self.array_type):
-            return array
-        out, host = self.empty(array.shape, array.dtype), np.asarray(array, order="C")
-        # On the current stream: pool memory may still be read there by earlier kernels.
-        stream = self.xp.cuda.get_current_stream()
-        out.view(_bits(out.dtype)).set(host.view(_bits(host.dtype)), stream=stream)
-        return out
-
-    def download(self, array) -> np.ndarray:
-        return array.view(_bits(array.dtype)).get().view(array.dtype)
-
-    def fetch(self, arrays: tuple):
-        """See CudaOps.fetch: pinned memory, so that the copies run behind the host's back."""
-        xp, stream = self.xp, self.xp.cuda.get_current_stream()
-        hosts = []
-        for array in arrays:
-            memory = xp.cuda.alloc_pinned_memory(max(array.nbytes, 1))
-            host = np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
-            array.get(stream=stream, out=host, blocking=False)
-            hosts.append(host)
-        done = xp.cuda.Event()
-        done.record(stream)
-
-        def wait() -> tuple:
-            done.synchronize()
-            return tuple(hosts)
-
-        return wait
-
-    def empty(self, shape, dtype):
-        """From CuPy's pool: nothing is asked of the driver once a step has run."""
-        try:
-            return self.xp.empty(shape, dtype)
-        except self.xp.cuda.memory.OutOfMemoryError:
-            free, total = self.xp.cuda.runtime.memGetInfo()
-            need = math.prod(shape) * np.dtype(dtype).itemsize
-            raise UserError(
-                f"{self.limits.name}: out of memory: {need / 2**20:.0f} MiB more are needed, "
-                f"{free / 2**20:.0f} of {total / 2**20:.0f} MiB are free; lower decode.batch, "
-                "decode.context or draft.budget, or use more ranks (tp.size)"
-            ) from None
-
-    def capture(self, run):
-        """See CudaOps.capture."""
-        self.synchronize()  # what `run` reads may still be on its way on the current stream
-        stream, pool = self.xp.cuda.Stream(non_blocking=True), self.xp.cuda.MemoryPool()
-        with stream, self.xp.cuda.using_allocator(pool.malloc):
-            run()  # compiles and fills the pool: neither is allowed, or wise, while capturing
-            stream.synchronize()
-            stream.begin_capture()
-            try:
-                outputs = run()
-            finally:
-                graph = stream.end_capture()
-        # The pool holds every block that the graph writes: it must live as long.
-        return Captured(outputs, graph.launch, keep=(stream, pool))
-
-    def address(self, array) -> int:
-        return array.data.ptr
-
-    def share(self, size: int):
-        """Zeroed memory that other processes of this host can write: (uint8 array, its handle)."""
-        memory = self.xp.cuda.Memory(size)  # an allocation of its own: a handle stands for a whole
-        array = self.xp.ndarray(size, np.uint8, self.xp.cuda.MemoryPointer(memory, 0))
-        array.fill(0)
-        self.synchronize()
-        return array, self.xp.cuda.runtime.ipcGetMemHandle(memory.ptr)
-
-    def map(self, handle) -> int:
-        """The address here of what another process has shared. It stays until this process ends."""
-        runtime = self.xp.cuda.runtime
-        return runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)
-
-    def write(self, address: int, data: np.ndarray) -> None:
-        """Host data to any address of the device's, mapped ones too; it is there on return."""
-        runtime = self.xp.cuda.runtime
-        runtime.memcpy(address, data.ctypes.data, data.nbytes, runtime.memcpyDefault)
-        runtime.deviceSynchronize()  # the copy itself returns with the data still under way
-
-    def word(self):
-        """A zeroed uint64 [1] that kernels write and the host reads at any time: both's arrays."""
-        pinned = self.xp.cuda.alloc_pinned_memory(8)
-        host = np.frombuffer(pinned, np.uint64, 1)
-        host[...] = 0
-        memory = self.xp.cuda.UnownedMemory(pinned.ptr, 8, pinned, self.xp.cuda.Device().id)
-        return self.xp.ndarray(1, np.uint64, self.xp.cuda.MemoryPointer(memory, 0)), host
-
-    def free_bytes(self) -> int:
-        return self.xp.cuda.runtime.memGetInfo()[0]
-
-    def trim(self) -> None:
-        self.synchronize()
-        self.xp.get_default_memory_pool().free_all_blocks()
-
-    def seconds(self, run: Callable[[], object]) -> float:
-        """How long the device works on what run() starts."""
-        begin, end = self.xp.cuda.Event(), self.xp.cuda.Event()
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        return self.xp.cuda.get_elapsed_time(begin, end) / 1e3
-
-    def mark(self):
-        """A moment of the device's, when it has done what was asked so far; see `between`."""
-        event = self.xp.cuda.Event()
-        event.record()
-        return event
-
-    def between(self, begin, end) -> float:
-        """Seconds between two marks that have passed."""
-        return self.xp.cuda.get_elapsed_time(begin, end) / 1e3
-
-    def synchronize(self) -> None:
-        self.xp.cuda.get_current_stream().synchronize()
-
-
-class EmulatorLauncher:
-    """Runs the kernels as host code (tests/emulator) on NumPy arrays.
-
-    checked   watches every load and store
-    coverage  counts the lines that run
-    """
-
-    name = "emulate"
-    xp = np
-    array_type = np.ndarray
-
-    def __init__(self, checked: bool = False, coverage: bool = False) -> None:
-        from tests.emulator import emulator  # host compiler needed: only when asked for
-
-        self.emulator, self.build = emulator, dict(checked=checked, coverage=coverage)
-        self.mapped: list[np.ndarray] = []  # of other processes
-        self.faults = (emulator.EmulatorError,)
-        self.limits = Limits("host", "emulator", 101_376, processors=1, clusters=True)
-
-    def compile(self, source: str, options: tuple[str, ...], name: str):
-        try:
-            return self.emulator.Module(source, options, name, **self.build)
-        except self.emulator.EmulatorError as error:
-            raise UserError(f"section {name} does not compile:\n{error}") from None
-
-    def function(self, module, kernel: str):
-        return module.function(kernel)
-
-    def launch(self, function, grid, block, args, shared_bytes: int, dependent=False) -> None:
-        function(grid, block, args, shared_bytes, dependent=dependent)
-
-    def upload(self, array: np.ndarray) -> np.ndarray:
-        self.emulator.settle()
-        return np.array(array, order="C")
-
-    def download(self, array: np.ndarray) -> np.ndarray:
-        self.emulator.settle()
-        return np.array(array)
-
-    def fetch(self, arrays: tuple):
-        hosts = tuple(np.array(array) for array in arrays)
-        return lambda: hosts
-
-    def empty(self, shape, dtype) -> np.ndarray:
-        return np.empty(shape, dtype)
-
-    def capture(self, run):
-        """See CudaOps.capture; here a replay runs everything again, into the same arrays."""
-        outputs = run()
-
-        def replay() -> None:
-            for old, new in zip(outputs, run(), strict=True):
-                if old is not None:
-                    old[...] = new
-
-        return Captured(outputs, replay)
-
-    def address(self, array: np.ndarray) -> int:
-        return array.ctypes.data
-
-    def share(self, size: int):
-        """See CudaLauncher.share."""
-        descriptor = os.memfd_create("kdtree", os.MFD_CLOEXEC)
-        os.truncate(descriptor, size)
-        array = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
-        weakref.finalize(array, os.close, descriptor)
-        return array, (f"/proc/{os.getpid()}/fd/{descriptor}", size)
-
-    def map(self, handle) -> int:
-        """See CudaLauncher.map."""
-        path, size = handle
-        with open(path, "r+b") as file:
-            array = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
-        self.mapped.append(array)
-        return self.address(array)
-
-    def write(self, address: int, data: np.ndarray) -> None:
-        """See CudaLauncher.write."""
-        ctypes.memmove(address, data.ctypes.data, data.nbytes)
-
-    def word(self):
-        """See CudaLauncher.word."""
-        both = np.zeros(1, np.uint64)
-        return both, both
-
-    def free_bytes(self) -> int:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-    def trim(self) -> None:
-        """Nothing is kept for later here."""
-
-    def seconds(self, run: Callable[[], object]) -> float:
-        """How long the host takes to emulate what run() starts."""
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def between(self, begin: float, end: float) -> float:
-        return end - begin
-
-    def synchronize(self) -> None:
-        self.emulator.settle()
+    return needs | mma_needs(model, tensor_linear, tensor_experts, tensor_attention)
 
 
 @dataclass(frozen=True)
@@ -587,15 +215,6 @@ class Launch:
     shared_bytes: int
     defines: Defines
     function: object
-
-
-@dataclass(frozen=True)
-class Captured:
-    """Recorded work: `replay` repeats it on what its inputs hold by then, into the same outputs."""
-
-    outputs: tuple
-    replay: Callable[[], None]
-    keep: tuple = ()  # what the recorded work uses and nobody else holds
 
 
 # ---- weights and plans -------------------------------------------------------------------------
@@ -795,632 +414,11 @@ class _Parts:
     listed: object
 
 
-# ---- tensor cores (kernels_gemm.cu) ------------------------------------------------------------
-
-STEP = 32  # columns of K that two mma take
-MIN_PART = 128  # columns of K in one part, if a leaf is cut at all
-PARTS = 8  # parts of a leaf at most
-ROUTER_PARTS = 32  # of the router, whose few outputs alone would keep few processors busy
-HEAD_STEPS = 8  # steps of one part that a warp of absorb_mma holds at most
-HEAD_ROWS = 16  # rows of a block of absorb_mma
-EXPERT_ROWS = 128  # rows of one launch over the experts
-DOWN_ROWS = (128, 64, 32, 16, 8)  # of one launch of expert_down_mma: the most that a block can hold
-MAX_PAIRS = 4096  # (row, expert) pairs of one launch: struct Work has 12 bits for them
-WHOLE = 8  # kB of weight that a warp may have in flight in one piece
-SHARES = (1, 2, 4, 8)  # of K, in blocks of their own, or of the warps of a block
-BESIDE_ROWS = 32  # up to which expert_down_mma multiplies the shared expert's down too
-STAGES = 2  # pieces of an expert's weight that a warp has in flight: three were no faster
-LINEAR_STAGES = 2  # of a dense one
-PIECE = 4  # steps of one of those, if they divide
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A variant of the dense kernels: 8 * `eights` rows of x, `wide` tiles of 16 outputs a warp.
-
-    ahead     steps of x that a lane holds
-    resident  blocks a multiprocessor
-    """
-
-    eights: int
-    wide: int
-    ahead: int
-    resident: int
-
-
-TILES = (
-    Tile(1, 1, ahead=8, resident=2),
-    Tile(2, 1, ahead=4, resident=2),
-    Tile(4, 1, ahead=4, resident=1),
-    Tile(8, 1, ahead=3, resident=1),
-    Tile(1, 2, ahead=4, resident=2),
-    Tile(2, 2, ahead=4, resident=2),
-    Tile(4, 2, ahead=4, resident=1),
-    Tile(8, 2, ahead=2, resident=1),
-)
-ROOMY = 160_000  # shared bytes of a block from which on more is kept in flight
-WIDE_TILES = 384  # from so many tiles of 16 outputs (over warps that share K) on: wide = 2
-
-
-def parts_of(columns: int, most: int = PARTS) -> int:
-    """Equal parts in which tensor cores add a leaf of K (reference.py's table): a power of two,
-    whole steps, so wide that a warp's work is worth it. It depends on the leaf alone (R2)."""
-    parts = config.leaves(columns // STEP, most)
-    while parts > 1 and columns // parts < MIN_PART:
-        parts //= 2
-    return parts
-
-
-def _piece(steps: int, most: int = 4) -> int:
-    """Steps of one copy of weights: as many as divide `steps`."""
-    return next(n for n in range(most, 0, -1) if steps % n == 0)
-
-
-def _pieces(part_steps: int, own: int, wide: int):
-    """(places in a warp's ring, steps of a piece) of a dense weight, the best first; own: parts
-    that a warp has."""
-    if own == 1 and part_steps * wide <= WHOLE:
-        yield 1, part_steps
-    if _piece(part_steps, PIECE) == 1:  # longer ones are better than single steps
-        yield LINEAR_STAGES, _piece(part_steps, WHOLE)
-    yield LINEAR_STAGES, _piece(part_steps, PIECE)
-
-
-# -D of the dense section.
-LINEAR_DEFINES: Defines = (
-    ("STAGES", LINEAR_STAGES),
-    *((f"{name.upper()}_{t.eights}_{t.wide}", getattr(t, name))
-      for t in TILES for name in ("ahead", "resident")),
-)  # fmt: skip
-
-
-def linear_shared_bytes(tile: Tile, piece: int, own: int, places: int = LINEAR_STAGES) -> int:
-    """Of the dense kernels; own: parts of K that one warp joins, places: pieces in its ring."""
-    sums = WARPS * tile.wide * tile.eights * 512
-    rings = WARPS * (places * piece * tile.wide * 1024 + LINEAR_STAGES * 8)
-    return rings + sums * (1 + (own - 1).bit_length())
-
-
-def _work_bytes(experts: int, rows: int, top_k: int) -> int:
-    """struct Work of the expert kernels."""
-    pairs = rows * top_k
-    tiles, words = min(pairs, experts + pairs // 8), _ceil(rows, 32)
-    return 4 * (WARPS + tiles + experts * words) + 2 * (experts + pairs)
-
-
-@dataclass(frozen=True)
-class TensorMatrix:
-    """A bfloat16 weight [out, in] in the order of pack_dense; gate and up interleaved are one.
-
-    parts  of each of the `leaves` of K
-    """
-
-    data: object
-    out_features: int
-    in_features: int
-    leaves: int
-    row_cut: bool
-    wide: int
-
-    @property
-    def parts(self) -> int:
-        return parts_of(self.in_features // self.leaves)
-
-    @property
-    def blocks(self) -> int:
-        return self.data.size // (self.in_features * 2 * 16 * self.wide)
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How blocks share a product: `shares` of K in blocks of their own, `split` warps on one of
-    those; pieces of `piece` steps. whole: all at once, a piece a warp. blocks: of a share; grid:
-    as many as it has work for."""
-
-    tile: Tile
-    shares: int
-    split: int
-    piece: int
-    whole: bool
-    shared_bytes: int
-    blocks: int
-    grid: int
-
-
-@dataclass(frozen=True)
-class TensorHeads:
-    """One half of kv_b in the order of pack_heads: `outputs` sums over `columns` a head."""
-
-    data: object
-    heads: int
-    outputs: int
-    columns: int
-
-    @property
-    def defines(self) -> Defines:
-        parts = parts_of(self.columns)
-        return (("PARTS", parts), ("PART_STEPS", self.columns // STEP // parts))
-
-    @property
-    def slices(self) -> int:
-        """Blocks that share the outputs of a head."""
-        return _ceil(self.outputs, 16 * WARPS // parts_of(self.columns))
-
-
-@dataclass(frozen=True)
-class TensorMlp:
-    """A dense gated MLP; gate_up has 2 * width outputs.
-
-    routed  the rows of a router, padded to whole tiles, and gate_up as one matrix, if they are
-    """
-
-    gate_up: TensorMatrix
-    down: TensorMatrix
-    leaves: int
-    routed: TensorMatrix | None = None
-
-
-@dataclass(frozen=True)
-class TensorExperts:
-    """INT4 experts in the order of pack_int4, `leaves` parts of the width.
-
-    up_groups, down_groups  quantisation groups in a piece
-    """
-
-    gate_up: object
-    down: object
-    experts: int
-    width: int
-    hidden: int
-    leaves: int
-    up_groups: int
-    down_groups: int
-
-    @property
-    def parts(self) -> int:
-        return parts_of(self.hidden)
-
-    @property
-    def defines(self) -> Defines:
-        return (
-            ("STAGES", STAGES),
-            ("PARTS", self.parts),
-            ("UP_GROUPS", self.up_groups),
-            ("DOWN_GROUPS", self.down_groups),
-        )
-
-    @property
-    def chunks(self) -> int:
-        """Pieces in a part of gate and up."""
-        return self.hidden // self.parts // STEP // self.up_groups
-
-    def up_shared_bytes(self, rows: int, top_k: int) -> int:
-        rings = self.parts * STAGES * (576 * self.up_groups + 8)
-        return rings + 2 * self.parts * 1024 + _work_bytes(self.experts, rows, top_k)
-
-    def down_shared_bytes(self, rows: int, top_k: int, beside_parts: int = 0) -> int:
-        rings = WARPS * STAGES * (576 * self.down_groups + 8)
-        sums = top_k + (self.leaves - 1).bit_length() + beside_parts
-        slots = rows * 128 * sums + 4 * rows * top_k
-        return rings + slots + _work_bytes(self.experts, rows, top_k)
-
-
-class TensorCoreKernels:
-    """Products of bfloat16 activations on tensor cores: a part of CudaOps."""
-
-    def read(self, array) -> None:
-        """Read every 16 bytes of an array once: the speed of the memory."""
-        grid = (8 * self.launcher.limits.processors,)
-        self._launch("read", "read_all", grid, array, np.int64(array.nbytes // 16), self.arange(1))
-
-    @staticmethod
-    def _packable(weight, leaves: int) -> bool:
-        """Whether tensor cores take this weight [..., out, in] with K in so many leaves."""
-        if isinstance(weight, Int4Weight) or weight.dtype != BFLOAT16:
-            return False
-        return weight.shape[-1] % (leaves * STEP) == 0 and math.prod(weight.shape[:-2]) == 1
-
-    def _pack_dense(self, a, b, leaves=1, row_cut=False, wide: int | None = None) -> TensorMatrix:
-        """[.., out, in], or with b gate and up together. wide: None to choose."""
-        rows, k = a.shape[-2:]
-        stride, offset, outputs = (16, 8, rows) if b is None else (8, 0, 2 * rows)
-        tiles, sharing = _ceil(outputs, 16), WARPS // min(PARTS, leaves * parts_of(k // leaves))
-        if wide is None:
-            roomy = self.launcher.limits.shared_bytes >= ROOMY
-            wide = 2 if roomy and b is None and tiles // sharing >= WIDE_TILES else 1
-        blocks = _ceil(tiles, wide)
-        sent = [self.launcher.upload(w).reshape(rows, k) for w in (a, a if b is None else b)]
-        data = self.empty((blocks * wide * 16 * k * 2,), UINT8)
-        n = data.size // 16
-        self._launch(
-            "pack", "pack_dense", (_ceil(n, THREADS),), *sent, data, rows, k, stride, offset, wide,
-            np.int64(n),
-        )  # fmt: skip
-        self.launcher.synchronize()  # a dependent launch reads weights without waiting for this
-        return TensorMatrix(data, outputs, k, leaves, row_cut, wide)
-
-    def _pack_heads(self, kv_b, heads: int, nope: int, v: int, latent: int):
-        """kv_b bfloat16 [H, nope + v, latent] -> its keys and values as TensorHeads; None where the
-        shape does not allow it."""
-        steps = (columns // STEP // parts_of(columns) for columns in (nope, latent))
-        if kv_b.dtype != BFLOAT16 or nope % STEP or latent % STEP or v % 2:
-            return None
-        if max(steps) > HEAD_STEPS:
-            return None
-
-        def pack(outputs, columns, first, across, down):
-            data = self.empty((heads, _ceil(outputs, 16) * 16 * columns * 2), UINT8)
-            n = data.size // 16
-            self._launch(
-                "pack", "pack_heads", (_ceil(n, THREADS),), kv_b, data, outputs, columns,
-                (nope + v) * latent, first, across, down, np.int64(n),
-            )  # fmt: skip
-            return TensorHeads(data, heads, outputs, columns)
-
-        pair = pack(latent, nope, 0, 1, latent), pack(v, latent, nope * latent, latent, 1)
-        self.launcher.synchronize()  # as above
-        return pair
-
-    def _pack_experts(self, gate: Int4Weight, up: Int4Weight, down: Int4Weight, leaves: int):
-        """TensorExperts, or None where the shape does not allow it."""
-        weights, n = (gate, up, down), len(gate.packed)
-        hidden, width = gate.in_features, gate.out_features
-        if any(w.scales.dtype != BFLOAT16 or w.group_size != STEP for w in weights) or n == 1:
-            return None
-        if hidden % STEP or width % 16 or width % (leaves * STEP):
-            return None
-        up_groups = _piece(hidden // parts_of(hidden) // STEP)
-        down_groups = _piece(width // leaves // STEP)
-        codes = [self.launcher.upload(w.packed.view(np.int32)) for w in weights]
-        scales = [self.launcher.upload(w.scales) for w in weights]
-
-        def pack(a, b, rows, k, tiles, groups, stride, offset):
-            data = self.empty((n * tiles * (k // STEP) * 288,), UINT8)
-            words = data.size // 4
-            self._launch(
-                "pack", "pack_int4", (_ceil(words, THREADS),), codes[a], codes[b], scales[a],
-                scales[b], data, rows, k, tiles, groups, stride, offset, np.int64(words),
-            )  # fmt: skip
-            return data.reshape(n, tiles // 2, -1)
-
-        both = pack(0, 1, width, hidden, width // 8, up_groups, 8, 0)
-        one = pack(2, 2, hidden, width, hidden // 16, down_groups, 16, 8)
-        self.launcher.synchronize()  # as above
-        return TensorExperts(
-            both, one, n, width, hidden, leaves, up_groups, down_groups,
-        )  # fmt: skip
-
-    def _cuts(self, rows: int, weight: TensorMatrix, parts: int, least: int, most: int):
-        """Every way to launch a product with K in `parts` and from `least` to `most` shares, as
-        Cut: they give the same bits."""
-        limits, steps = self.launcher.limits, weight.in_features // STEP
-        part_steps = steps // parts
-        variants = [t for t in TILES if t.wide == weight.wide]
-        enough = next((t.eights for t in variants if 8 * t.eights >= rows), variants[-1].eights)
-        for tile in (t for t in variants if t.eights <= enough):
-            for shares in (n for n in SHARES if least <= n <= most and parts % n == 0):
-                for split in (n for n in SHARES if parts // shares % n == 0):
-                    own, items = parts // shares // split, _ceil(weight.blocks, WARPS // split)
-                    grid = items * shares
-                    for places, piece in _pieces(part_steps, own, tile.wide):
-                        need = linear_shared_bytes(tile, piece, own, places)
-                        if grid <= limits.processors:  # blocks of this launch and of the next find
-                            need = max(need, limits.shared_bytes // 3 + 512)  # one place each
-                        resident = min(tile.resident, limits.shared_bytes // need)
-                        count, whole = min(items, resident * limits.processors), places == 1
-                        if resident and not (whole and count * shares < grid):
-                            yield Cut(tile, shares, split, piece, whole, need, count, grid)
-                            break
-
-    def _cut(self, rows: int, weight: TensorMatrix, parts: int, least=1, most=1) -> Cut:
-        """The one with the least to read for the busiest processor: bytes of weights, a tenth of
-        those of x, what shares write and read; less if all is on its way before x is there."""
-        steps, processors = weight.in_features // STEP, self.launcher.limits.processors
-        key = rows, weight.in_features, weight.blocks, weight.wide, parts, least, most
-        if key in self._cuts_chosen:
-            return self._cuts_chosen[key]
-
-        def cost(cut: Cut):
-            k, columns = steps * STEP // cut.shares, WARPS // cut.split * weight.wide * 16
-            count, times = min(rows, 8 * cut.tile.eights), _ceil(rows, 8 * cut.tile.eights)
-            blocks = _ceil(cut.grid * times, processors)
-            read = blocks * k * (2 * columns + 0.2 * count) * (0.85 if cut.whole else 1)
-            between = 128 * rows * weight.blocks * weight.wide / processors + 2000
-            return read + between * cut.shares, -cut.split
-
-        self._cuts_chosen[key] = min(self._cuts(rows, weight, parts, least, most), key=cost)
-        return self._cuts_chosen[key]
-
-    def _mma(
-        self, kernel: str, x, weight: TensorMatrix, out, columns: tuple, cut: Cut, parts: int
-    ) -> None:
-        """x times a packed weight into `out`; the sums of equal shares of K are not joined.
-
-        columns  the kernel's arguments around T
-        parts    of K, all shares together
-        """
-        steps = weight.in_features // STEP
-        before, after = columns
-        grid = (cut.blocks, _ceil(len(x), 8 * cut.tile.eights), cut.shares)
-        self._launch(
-            "linear_mma", f"{kernel}_{cut.tile.eights}_{cut.tile.wide}", grid, x, weight.data, out,
-            *before, len(x), *after, weight.in_features, weight.blocks, steps, parts // cut.shares,
-            steps // parts, cut.piece, cut.split, shared_bytes=cut.shared_bytes,
-            defines=LINEAR_DEFINES, dependent=True,
-        )  # fmt: skip
-
-    def _mma_gate_up(self, op: str, x, weight: TensorMlp):
-        x = self._take(op, "x", x, self.act, None, weight.gate_up.in_features, aligned=True)
-        width = weight.gate_up.out_features // 2
-        h, parts = self.empty((len(x), width), self.act), weight.gate_up.parts
-        cut = self._cut(len(x), weight.gate_up, parts)
-        self._mma("gate_up_mma", x, weight.gate_up, h, ((), (width,)), cut, parts)
-        return h
-
-    def _mma_query(self, q, key: TensorHeads, cos, sin, positions):
-        """`latent_query` with packed heads, after its checks."""
-        n, heads, width = q.shape
-        rope = width - key.columns
-        out = self.empty((n, heads, key.outputs + rope), self.act)
-        grid = (heads * (key.slices + 1), _ceil(n, HEAD_ROWS))
-        self._launch(
-            "absorb_mma", "latent_query_mma", grid, q, key.data, cos, sin, positions, out, n, heads,
-            key.columns, key.outputs, rope, key.slices, defines=key.defines, dependent=True,
-        )  # fmt: skip
-        return out
-
-    def _mma_value(self, o, value: TensorHeads):
-        """`absorb_v` with packed heads."""
-        heads = value.heads
-        o = self._take("absorb_v", "o", o, self.act, None, heads, value.columns, aligned=True)
-        out = self.empty((len(o), heads, value.outputs), self.act)
-        self._launch(
-            "absorb_mma", "absorb_v_mma", (heads * value.slices, _ceil(len(o), HEAD_ROWS)), o,
-            value.data, out, len(o), heads, value.outputs, value.columns, value.slices,
-            defines=value.defines, dependent=True,
-        )  # fmt: skip
-        return out
-
-    def _mma_experts(self, x, ids, weights, experts: TensorExperts, shared, hidden=None):
-        """`moe` with packed experts, before ranks join."""
-        e = experts
-        x = self._take("moe", "x", x, self.act, None, e.hidden, aligned=True)
-        n, top_k = len(x), ids.shape[1]
-        ids = self._take("moe", "ids", ids, INT32, n, top_k)
-        weights = self._take("moe", "weights", weights, FLOAT32, n, top_k)
-        h = self.empty((n * top_k, e.width), self.act)
-        out = self.empty((n, e.hidden))
-        sums, beside, down, of_down = out, h[:0], e.down, (1, 1, 0)
-        if isinstance(shared, TensorMlp) and n <= BESIDE_ROWS and shared.down.parts <= 2:
-            self._check_leaves(shared, e.leaves)
-            beside = self._dense_gate_up("moe", x, shared) if hidden is None else hidden
-            matrix = shared.down
-            down, of_down = matrix.data, (matrix.in_features, matrix.wide, matrix.parts)
-        elif shared is not None:
-            sums = self._shared_leaves(x, shared, e.leaves, hidden)
-        limits, blocks = self.launcher.limits, e.width // 16
-        most_rows = max(1, MAX_PAIRS // top_k)
-        step = min(EXPERT_ROWS, most_rows)
-        for first in range(0, n, step):
-            rows = slice(first, min(n, first + step))
-            count = rows.stop - first
-            need, pairs = e.up_shared_bytes(count, top_k), count * top_k
-            most = min(pairs, e.experts + pairs // 8) * blocks
-            resident = max(1, min(3, limits.shared_bytes // (need + 1024)))
-            self._launch(
-                "experts_mma", "expert_gate_up_mma", (min(most, resident * limits.processors),),
-                x[rows], ids[rows], e.gate_up, h[first * top_k :], count, top_k, e.experts, blocks,
-                e.chunks, shared_bytes=need, defines=e.defines, dependent=True,
-            )  # fmt: skip
-        needs = {r: e.down_shared_bytes(r, top_k, of_down[2]) for r in DOWN_ROWS}
-        fit = (r for r, need in needs.items() if need <= limits.shared_bytes)
-        step = min(next(fit, DOWN_ROWS[-1]), most_rows)
-        for first in range(0, n, step):
-            rows = slice(first, min(n, first + step))
-            count = rows.stop - first
-            self._launch(
-                "experts_mma", "expert_down_mma", (e.hidden // 32,), h[first * top_k :], ids[rows],
-                weights[rows], e.down, sums[rows], beside[rows], down, out[rows], count, top_k,
-                e.experts, e.width, e.hidden, e.leaves, int(sums is not out), *of_down,
-                shared_bytes=e.down_shared_bytes(count, top_k, of_down[2]), defines=e.defines,
-                dependent=True,
-            )  # fmt: skip
-        return out
-
-
-# ---- attention on tensor cores (kernels_attention.cu) -------------------------------------------
-
-MAX_TENSOR_LEAF = 16 * WARPS  # positions of a leaf: a warp takes the scores of 16
-PARTS_BYTES = 512 << 20  # of the parts of spans at most, if one row allows
-WORK_ROWS = 1024  # of one launch of attention_work
-MEET = 4  # spans that a warp of the fold brings to a meeting
-
-
-@dataclass(frozen=True)
-class ColumnTile:
-    """A variant of the attention kernels: `tiles` times 8 columns (row, head) of a block.
-
-    most  column tiles of a forward up to which it is the variant to take
-    """
-
-    tiles: int
-    most: int
-
-
-COLUMN_TILES = (
-    ColumnTile(1, most=4),
-    ColumnTile(2, most=8),
-    ColumnTile(4, most=24),
-    ColumnTile(8, most=INT32_MAX),
-)
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """What tensor cores attend in; apart: a value is not the front of its key."""
-
-    key: int
-    value: int
-    leaf: int
-    span: int
-    apart: bool
-
-    @property
-    def fits(self) -> bool:
-        return self.key % 8 == 0 and self.leaf <= MAX_TENSOR_LEAF
-
-    @property
-    def value_tiles(self) -> int:
-        return _ceil(self.value, 16)
-
-    def defines(self, stages: int) -> Defines:
-        widths = attention_defines(self.key, self.value, self.leaf, self.span)
-        return (*widths, ("APART", int(self.apart)), ("STAGES", stages))
-
-    def shared_bytes(self, tiles: int, stages: int) -> int:
-        """Of a block with so many column tiles and leaves in flight."""
-        columns, width, values = 8 * tiles, _ceil(self.key, 16) * 16, 16 * self.value_tiles
-        stride, stage = 2 * width + 16, self.leaf * (2 * width + 16)
-        if self.apart:
-            stage += self.leaf * (2 * values + 16)
-        inside = not self.apart and width - values >= self.leaf and columns <= self.leaf
-        p = 0 if inside else columns * (2 * self.leaf + 16)
-        return columns * (8 * (self.leaf // 16) + 8 + stride) + p + stages * stage
-
-
-@dataclass(frozen=True)
-class AttentionWork:
-    """Units of one launch over rows [first, first + n) of a forward, on the device.
-
-    units  int32 [.., 8];  rows  int32 [n, 4]: see attention_work
-    slots  parts of a row at most;  tile, stages: the variant;  blocks: of its grid
-    """
-
-    first: int
-    n: int
-    units: object
-    rows: object
-    slots: int
-    tile: ColumnTile
-    stages: int
-    blocks: int
-    shared_bytes: int
-
-
-class TensorCoreAttention:
-    """Attention of bfloat16 activations on tensor cores: a part of CudaOps."""
-
-    def _variant(self, shape: AttentionShape, column_tiles: int) -> tuple[ColumnTile, int, int]:
-        """For so many column tiles: (variant, stages, shared bytes), or None where none fits."""
-        most = self.launcher.limits.shared_bytes
-        enough = next(t.tiles for t in COLUMN_TILES if column_tiles <= t.most)
-        for tile in reversed(COLUMN_TILES):
-            for stages in (2, 1):
-                need = shape.shared_bytes(tile.tiles, stages)
-                if tile.tiles <= enough and need <= most:
-                    return tile, stages, need
-        return None
-
-    def _tensor_shape(self, key: int, value: int, leaf: int, span: int, apart: bool):
-        """AttentionShape where tensor cores are to take it, else None."""
-        shape = AttentionShape(key, value, leaf, span, apart)
-        takes = self.tensor_attention and shape.fits and self._variant(shape, 1) is not None
-        return shape if takes else None
-
-    def _attention_work(self, plan: AttentionPlan, shape: AttentionShape, heads: int) -> list:
-        """The launches of a forward, planned at its first layer."""
-        key = shape, heads
-        if key not in plan.work:
-            n, row_tiles = len(plan.positions), _ceil(heads, 8)
-            leaves, depth = plan.reach // shape.leaf + 1, plan.ancestors.shape[1]
-            behind = min(leaves, (depth - 1) // shape.leaf + 2)  # leaves that rows do not share
-            spans = _ceil(leaves, shape.span) + behind
-            row_bytes = spans * row_tiles * shape.value_tiles * 512
-            step = max(1, min(n, WORK_ROWS, PARTS_BYTES // row_bytes))
-            plan.work[key] = [
-                self._plan_rows(plan, shape, row_tiles, first, min(step, n - first), spans, behind)
-                for first in range(0, n, step)
-            ]
-        return plan.work[key]
-
-    def _plan_rows(self, plan, shape, row_tiles: int, first: int, n: int, spans: int, behind: int):
-        tile, stages, need = self._variant(shape, n * row_tiles)
-        together, head_parts = max(1, tile.tiles // row_tiles), _ceil(row_tiles, tile.tiles)
-        blocks, leaves = self.launcher.limits.processors, plan.reach // shape.leaf + 1
-        alone = 2 * blocks // (_ceil(n, together) * head_parts)  # leaves of a group in two turns
-        slots = max(spans, min(leaves, alone) + behind)
-        most = n * head_parts * slots
-        work = AttentionWork(
-            first, n, self.empty((most + blocks, 8), INT32), self.empty((n, 4), INT32), slots,
-            tile, stages, min(blocks, most), need,
-        )  # fmt: skip
-        self._launch(
-            "attention_work", "attention_work", (1,), plan.positions, plan.sequence, plan.lengths,
-            plan.tables, plan.ancestors, work.units, work.rows, first, n, plan.ancestors.shape[1],
-            plan.tables.shape[1], together, head_parts, row_tiles, work.blocks, slots,
-            shared_bytes=16 * n, defines=(("LEAF", shape.leaf), ("SPAN", shape.span)),
-        )  # fmt: skip
-        return work
-
-    def _latent_attention_mma(self, q, pages, fresh, plan, factor, shape: AttentionShape):
-        n, heads, _ = q.shape
-        out, row_tiles = self.empty((n, heads, shape.value), self.act), _ceil(heads, 8)
-        planned = (shape, heads) in plan.work
-        for work in self._attention_work(plan, shape, heads):
-            rows, all_tiles = slice(work.first, work.first + work.n), work.n * row_tiles
-            parts = self.empty((work.slots, all_tiles, 4, 4))
-            values = self.empty((work.slots, all_tiles, shape.value_tiles, 128))
-            # What was planned in front of this very launch cannot be read before it has ended.
-            self._launch(
-                "attention_mma", f"latent_spans_mma_{work.tile.tiles}", (work.blocks,), q[rows],
-                pages, fresh, plan.tables, plan.ancestors[rows], work.units, parts, values, heads,
-                plan.tables.shape[1], plan.ancestors.shape[1], all_tiles, factor,
-                shared_bytes=work.shared_bytes, defines=shape.defines(work.stages),
-                dependent=planned,
-            )  # fmt: skip
-            args = parts, values, work.rows, out[rows], heads, all_tiles
-            self._fold_mma("latent_fold_mma", shape, work.stages, all_tiles, args)
-        return out
-
-    def _block_attention_mma(self, q, kv, pages, tables, lengths, window, factor, shape):
-        out, (blocks, max_pages) = self.empty(q.shape, self.act), tables.shape
-        n, heads, kv_heads = len(q) // blocks, q.shape[1], kv.shape[2]
-        column_tiles = _ceil(n * (heads // kv_heads), 8)
-        all_tiles = blocks * kv_heads * column_tiles
-        tile, _, need = self._variant(shape, column_tiles)
-        limits, column_parts = self.launcher.limits, _ceil(column_tiles, tile.tiles)
-        need = shape.shared_bytes(tile.tiles, stages=1)
-        at_once = max(1, min(2, limits.shared_bytes // need)) * limits.processors
-        leaves, units = max_pages + 1, blocks * kv_heads * column_parts
-        slots = max(_ceil(leaves, shape.span) + 1, min(leaves, at_once // units))
-        parts = self.empty((slots, all_tiles, 4, 4))
-        values = self.empty((slots, all_tiles, shape.value_tiles, 128))
-        sizes = blocks, n, heads, kv_heads, window, column_parts, at_once, slots
-        self._launch(
-            "attention_mma", f"block_spans_mma_{tile.tiles}", (min(at_once, units * slots),), q, kv,
-            pages, lengths, tables, parts, values, *sizes, max_pages, factor,
-            shared_bytes=need, defines=shape.defines(1), dependent=True,
-        )  # fmt: skip
-        args = parts, values, lengths, out, *sizes
-        self._fold_mma("block_fold_mma", shape, 1, all_tiles, args)
-        return out
-
-    def _fold_mma(self, kernel: str, shape: AttentionShape, stages: int, all_tiles: int, args):
-        """split: warps that share the spans of a tile, as many as two blocks a processor hold."""
-        room = 2 * WARPS * self.launcher.limits.processors // (shape.value_tiles * all_tiles)
-        split = next((s for s in (8, 4, 2) if s <= room), 1)
-        grid = _ceil(shape.value_tiles * split, WARPS), all_tiles
-        self._launch(
-            "attention_mma", kernel, grid, *args, split, defines=shape.defines(stages),
-            shared_bytes=WARPS * MEET * 1024 if split > 1 else 0, dependent=True,
-        )  # fmt: skip
-
-
 # ---- the operations ----------------------------------------------------------------------------
 
 
 class CudaOps(TensorCoreKernels, TensorCoreAttention):
-    """The operations of `reference.ReferenceOps` by the kernels of kernels.cu.
+    """The operations of `reference.ReferenceOps` by the kernels of `FILES`.
 
     activation  "float32" or "bfloat16"
     comm        joins the leaf sums of several ranks (parallel.Comm); None for one rank
@@ -1650,7 +648,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         if x.size > most:
             raise UserError(f"push_sum: expected at most {most} values, got {x.size}")
         out = self.empty(x.shape)
-        grid = (min(mail.blocks, _ceil(x.size, 2 * THREADS)),)
+        grid = (min(mail.blocks, ceil(x.size, 2 * THREADS)),)
         self._launch(
             "peer_sum", "push_sum", grid, x, out, mail.lines, mail.turns[0], mail.late,
             np.uint64(mail.patience), x.size, most // 2, mail.rank,
@@ -1668,7 +666,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
             )
         out = self.empty(x.shape)
         # Every block fences: half as many blocks are faster for many values.
-        grid = (min(-(-mail.blocks // 2), _ceil(x.size, 4 * size * THREADS)),)
+        grid = (min(-(-mail.blocks // 2), ceil(x.size, 4 * size * THREADS)),)
         self._launch(
             "peer_sum", "push_sum_slices", grid, x, out, mail.slices, mail.turns[1], mail.late,
             np.uint64(mail.patience), x.size // size, MOST_IN_TWO_SHOTS // size,
@@ -1764,7 +762,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         columns = out.shape[-1]
         out = self._take("generate", "out", out, out.dtype, *out.shape)
         self._launch(
-            "generate", f"generate_{out.dtype.name}", (_ceil(out.size, THREADS),), out,
+            "generate", f"generate_{out.dtype.name}", (ceil(out.size, THREADS),), out,
             np.int64(out.size), np.uint64(seed), mean, scale, columns, width or columns, *first,
         )  # fmt: skip
 
@@ -1860,7 +858,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         if self.act == FLOAT32:
             return x
         out = self.empty(x.shape, self.act)
-        grid = (_ceil(x.size, THREADS),)
+        grid = (ceil(x.size, THREADS),)
         n = np.int64(x.size)
         self._launch("elementwise", "round_to_activation", grid, x, out, n, dependent=True)
         return out
@@ -1871,7 +869,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         n, hidden = table.shape
         table = self._take("embed", "table", table, table.dtype, n, hidden)
         out = self.empty((len(ids), hidden))
-        grid = (_ceil(hidden, THREADS), len(ids))
+        grid = (ceil(hidden, THREADS), len(ids))
         defines = (("TABLE", TYPES[table.dtype]),)
         self._launch(
             "embed", "embed", grid, ids, table, out, first_id, n, hidden, defines=defines,
@@ -1934,7 +932,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
             before = int(rounded), columns, 0
             self._mma("linear_mma", x, weight, y, (before, (columns,)), cut, parts)
             return y
-        grid = (_ceil(columns, WARPS), _ceil(len(x), ROWS))
+        grid = (ceil(columns, WARPS), ceil(len(x), ROWS))
         self._launch(
             "linear", "linear", grid, x, weight.data, weight.scales, weight.group, y, int(rounded),
             len(x), columns, weight.in_features, weight.leaves, defines=weight.defines,
@@ -1946,7 +944,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         x = self._take("add", "x", x, self.act, *x.shape)
         y = self._take("add", "y", y, FLOAT32, *x.shape)
         out = self.empty(x.shape, self.act)
-        grid = (_ceil(x.size, THREADS),)
+        grid = (ceil(x.size, THREADS),)
         self._launch("elementwise", "add", grid, x, y, out, np.int64(x.size), dependent=True)
         return out
 
@@ -1955,7 +953,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         gate = self._take("silu_mul", "gate", gate, FLOAT32, *gate.shape)
         up = self._take("silu_mul", "up", up, FLOAT32, *gate.shape)
         out = self.empty(gate.shape, self.act)
-        grid = (_ceil(gate.size, THREADS),)
+        grid = (ceil(gate.size, THREADS),)
         n = np.int64(gate.size)
         self._launch("elementwise", "silu_mul", grid, gate, up, out, n, dependent=True)
         return out
@@ -1972,7 +970,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         self._take("rope_halves", "cos", cos, FLOAT32, None, d // 2)
         positions = self._take("rope_halves", "positions", self.index(positions), INT32, n)
         out = self.empty(x.shape, self.act)
-        grid = (_ceil(heads * (d // 2), THREADS), n)
+        grid = (ceil(heads * (d // 2), THREADS), n)
         self._launch(
             "rope", "rope_halves", grid, x, cos, sin, positions, out, heads, d, dependent=True
         )
@@ -1984,7 +982,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         rows = self.index(rows)
         n_rows, k = x.shape
         out = self.empty((len(rows), k), x.dtype)
-        grid = (_ceil(k, THREADS), len(rows))
+        grid = (ceil(k, THREADS), len(rows))
         self._launch(
             "elementwise", f"take_rows_{kind}", grid, x, rows, out, n_rows, k, dependent=True
         )
@@ -1998,7 +996,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         for part in parts:
             part = self._take("join_columns", "part", part, self.act, n, None)
             k = part.shape[1]
-            grid = (_ceil(k, THREADS), n)
+            grid = (ceil(k, THREADS), n)
             self._launch(
                 "elementwise", "put_columns", grid, part, out, k, width, first, dependent=True
             )
@@ -2022,7 +1020,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         lengths = self.index(lengths)
         n = len(rows[0])
         ancestors = self.empty((n, n), INT32)
-        grid = (_ceil(n, THREADS),)
+        grid = (ceil(n, THREADS),)
         self._launch("plan", "plan_ancestors", grid, *rows, lengths, ancestors, n, n)
         return AttentionPlan(rows[0], rows[1], lengths, tables, ancestors, leaf, reach)
 
@@ -2042,7 +1040,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
             return self._mma_query(q, key, cos, sin, positions)
         out = self.empty((n, key.heads, key.latent + rope), self.act)
         self._launch(
-            "absorb", "latent_query", (key.heads, _ceil(n, ROWS)), q, key.data, cos, sin, positions,
+            "absorb", "latent_query", (key.heads, ceil(n, ROWS)), q, key.data, cos, sin, positions,
             out, n, key.heads, key.nope, key.v, key.latent, rope,
             shared_bytes=SHARED_BYTES["latent_query"](key.nope), defines=key.defines,
         )  # fmt: skip
@@ -2103,7 +1101,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
             return self._mma_value(o, value)
         o = self._take("absorb_v", "o", o, self.act, None, value.heads, value.latent)
         out = self.empty((len(o), value.heads, value.v), self.act)
-        grid = (_ceil(value.heads * value.v, WARPS), _ceil(len(o), ROWS))
+        grid = (ceil(value.heads * value.v, WARPS), ceil(len(o), ROWS))
         self._launch(
             "absorb", "absorb_v", grid, o, value.data, out, len(o), value.heads, value.nope,
             value.v, value.latent, defines=value.defines,
@@ -2128,13 +1126,13 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         out = self.empty((n, heads, latent), self.act)
         defines = attention_defines(width, latent, plan.leaf, span)
         self._launch(
-            "attention", "latent_spans", (min(spans, MAX_SPAN_BLOCKS), _ceil(heads, HEADS), n),
+            "attention", "latent_spans", (min(spans, MAX_SPAN_BLOCKS), ceil(heads, HEADS), n),
             q, pages, fresh, plan.positions, plan.sequence, plan.lengths, plan.tables,
             plan.ancestors, parts, values, heads, spans, plan.tables.shape[1],
             plan.ancestors.shape[1], factor,
             shared_bytes=attention_shared_bytes(width, plan.leaf), defines=defines,
         )  # fmt: skip
-        grid = (_ceil(latent, THREADS), heads, n)
+        grid = (ceil(latent, THREADS), heads, n)
         self._launch(
             "attention", "latent_fold", grid, parts, values, plan.positions, plan.sequence, out,
             heads, spans, defines=defines,
@@ -2190,9 +1188,9 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         h = self.empty((n, 0), self.act) if h is None else h
         width = h.shape[1]
         self._launch(
-            "route", "route", (n + _ceil(n * width, THREADS),), logits, bias, ids, weights,
+            "route", "route", (n + ceil(n * width, THREADS),), logits, bias, ids, weights,
             h, n, experts, stride, shares, top_k, int(normalise),
-            np.float32(scaling), width, defines=(("PER_LANE", _ceil(experts, 32)),),
+            np.float32(scaling), width, defines=(("PER_LANE", ceil(experts, 32)),),
             shared_bytes=SHARED_BYTES["route"](experts, top_k), dependent=True,
         )  # fmt: skip
         return ids, weights
@@ -2215,7 +1213,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         gate, up = weight.gate, weight.up
         x = self._take(op, "x", x, self.act, None, gate.in_features, aligned=gate.group > 1)
         h = self.empty((len(x), gate.out_features), self.act)
-        grid = (_ceil(gate.out_features, WARPS), _ceil(len(x), ROWS))
+        grid = (ceil(gate.out_features, WARPS), ceil(len(x), ROWS))
         self._launch(
             "gate_up", "dense_gate_up", grid, x, gate.data, gate.scales, up.data, up.scales,
             gate.group, h, len(x), gate.out_features, gate.in_features, defines=gate.defines,
@@ -2245,14 +1243,14 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         )  # fmt: skip
         h = self.empty((pairs, width), self.act)
         self._launch(
-            "gate_up", "expert_gate_up", (_ceil(width, WARPS), max_tiles), x, order, tiles, n_tiles,
+            "gate_up", "expert_gate_up", (ceil(width, WARPS), max_tiles), x, order, tiles, n_tiles,
             gate.data, gate.scales, up.data, up.scales, gate.group, h, top_k, width,
             gate.in_features, defines=gate.defines,
         )  # fmt: skip
         out = self.empty((n, down.out_features))
         beside = out if shared is None else self._shared_leaves(x, shared, experts.leaves, hidden)
         self._launch(
-            "expert_down", "expert_down", (_ceil(down.out_features, WARPS), n), h, ids, weights,
+            "expert_down", "expert_down", (ceil(down.out_features, WARPS), n), h, ids, weights,
             down.data, down.scales, down.group, beside, out, e, top_k, width, down.out_features,
             experts.leaves, int(shared is not None), defines=down.defines,
         )  # fmt: skip
@@ -2277,7 +1275,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
             cut = self._cut(len(x), down, parts, leaves, leaves)
             self._mma("linear_mma", h, down, y, ((0, leaves * n, n), (n,)), cut, parts)
             return y
-        grid = (_ceil(down.out_features, WARPS), _ceil(len(x), ROWS))
+        grid = (ceil(down.out_features, WARPS), ceil(len(x), ROWS))
         self._launch(
             "linear", "linear_leaves", grid, h, down.data, down.scales, down.group, y, len(x),
             down.out_features, down.in_features, leaves, defines=down.defines,
@@ -2319,13 +1317,13 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         values = self.empty((rows, heads, spans, d))
         out = self.empty(q.shape, self.act)
         defines = attention_defines(d, d, leaf, span)
-        grid = (min(spans, MAX_SPAN_BLOCKS), kv_heads * _ceil(heads // kv_heads, HEADS), rows)
+        grid = (min(spans, MAX_SPAN_BLOCKS), kv_heads * ceil(heads // kv_heads, HEADS), rows)
         self._launch(
             "attention", "block_spans", grid, q, kv, pages, lengths, tables, parts, values, n,
             heads, kv_heads, spans, max_pages, window, factor,
             shared_bytes=attention_shared_bytes(d, leaf), defines=defines,
         )  # fmt: skip
-        grid = (_ceil(d, THREADS), heads, rows)
+        grid = (ceil(d, THREADS), heads, rows)
         self._launch(
             "attention", "block_fold", grid, parts, values, lengths, out, n, heads, spans,
             defines=defines,
@@ -2408,7 +1406,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         n, vocab = logits.shape
         logits = self._take("choose", "logits", logits, FLOAT32, None, None)
         adjusted = self._take("choose", "adjusted", adjusted, FLOAT32, n, vocab)
-        parts, bins = _ceil(vocab, PART), BINS if sampled else 1
+        parts, bins = ceil(vocab, PART), BINS if sampled else 1
         p = _Parts(
             parts=parts,
             tokens=self.empty((n,), INT32), peaks=self.empty((n,)),
@@ -2420,7 +1418,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
             "best_of_parts", (parts, n), logits, adjusted, *asked, bests, states, p.masses,
             p.counts, p.listed, vocab, int(sampled),
         )  # fmt: skip
-        self._choice("best_tokens", (_ceil(n, WARPS),), bests, states, p.tokens, p.peaks, n, parts)
+        self._choice("best_tokens", (ceil(n, WARPS),), bests, states, p.tokens, p.peaks, n, parts)
         return p
 
     def _penalised(self, logits, params, paths):
@@ -2505,7 +1503,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         """A copy of the logits [T, V] of trees of at most `depth`, with every row's penalties."""
         n, vocab = logits.shape
         logits = self._take("penalise_paths", "logits", logits, FLOAT32, None, None)
-        out, grid = self.empty(logits.shape), (_ceil(vocab, PART), n)
+        out, grid = self.empty(logits.shape), (ceil(vocab, PART), n)
         self._launch(
             "tokens", "penalise_paths", grid, logits, rows.token_ids, rows.sequence, rows.parent,
             state.counts, state.biases, state.stops, state.values, state.emitted, state.min_tokens,
@@ -2520,7 +1518,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         tokens = self._take("count_tokens", "tokens", tokens, INT32, None, None)
         slots = self._take("count_tokens", "slots", self.index(slots), INT32, b)
         self._launch(
-            "tokens", "count_tokens", (_ceil(b, THREADS),), tokens, slots, state.counts,
+            "tokens", "count_tokens", (ceil(b, THREADS),), tokens, slots, state.counts,
             state.emitted, b, m, state.counts.shape[1], defines=TOKEN_DEFINES,
         )  # fmt: skip
 
@@ -2540,7 +1538,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
     def _noisy(self, logits, owners, positions, requests, copied: bool):
         """Sampled rows with noise; the others only if `copied`."""
         n, vocab = logits.shape
-        out, grid = self.empty(logits.shape), (_ceil(vocab, THREADS), n)
+        out, grid = self.empty(logits.shape), (ceil(vocab, THREADS), n)
         self._choice(
             "add_noise", grid, logits, requests, owners, positions, out, vocab, int(copied)
         )
@@ -2567,7 +1565,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
                 self._noisy(logits, owners, positions, requests, False),
                 (requests, owners),
             )
-        parts, rows = _ceil(vocab, PART), (logits, noisy, *asked)
+        parts, rows = ceil(vocab, PART), (logits, noisy, *asked)
         runs = self.empty((n, parts * RUNS), INT32)
         peaks, sums = self.empty((n, parts)), self.empty((n, parts))
         ids, log_probs = self.empty((n, k), INT32), self.empty((n, k))
@@ -2655,7 +1653,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         lists = [self.empty((b, depth + 1), INT32) for _ in range(4)]
         counts, roots = self.empty((b,), INT32), self.empty((b,), INT32)
         self._launch(
-            "tree", "walk_trees", (_ceil(b, WARPS),), trees.token_ids, trees.parents, trees.sizes,
+            "tree", "walk_trees", (ceil(b, WARPS),), trees.token_ids, trees.parents, trees.sizes,
             first, choices, slots, self.index(lengths), *lists, counts, roots, b, budget, depth + 1,
         )  # fmt: skip
         return Walks(*lists, counts, roots)
@@ -2669,7 +1667,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         entries = self._take("put_entries", "entries", entries, self.act, layers, None, width)
         tables = self._tables("put_entries", tables)
         rows, slots, positions = (self.index(a).reshape(-1) for a in (rows, slots, positions))
-        grid = (_ceil(width, THREADS), len(rows), layers)
+        grid = (ceil(width, THREADS), len(rows), layers)
         self._launch(
             "entries", "put_entries", grid, entries, rows, slots, positions, tables, pages,
             entries.shape[1], width, tables.shape[1], leaf, np.int64(n_pages * leaf * width),
@@ -2681,7 +1679,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         lengths = self._take("advance", "lengths", lengths, INT32, None)
         slots = self.index(slots)
         counts = self._take("advance", "counts", self.index(counts), INT32, len(slots))
-        grid = (_ceil(len(slots), THREADS),)
+        grid = (ceil(len(slots), THREADS),)
         args = slots, counts, lengths, len(slots)
         self._launch("entries", "advance", grid, *args, dependent=True)
 
@@ -2697,15 +1695,6 @@ def rope_table(rope: config.Rope, dim: int, positions: int) -> tuple[np.ndarray,
         (np.cos(angles) * amplitude).astype(np.float32),
         (np.sin(angles) * amplitude).astype(np.float32),
     )
-
-
-def _bits(dtype) -> np.dtype:
-    """The integer type of the same size: copies need no knowledge of bfloat16."""
-    return np.dtype(f"u{np.dtype(dtype).itemsize}")
-
-
-def _ceil(n: int, unit: int) -> int:
-    return -(-n // unit)
 
 
 def _scalar(kernel: str, value):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+import launchers
 import ops
 import reference
 from config import UserError
@@ -38,12 +39,12 @@ def launcher(device: str):
     string says why there is none."""
     if device == "cuda":
         try:
-            return ops.CudaLauncher()
+            return launchers.CudaLauncher()
         except UserError as error:
             return str(error)
     from tests.emulator import emulator
 
-    return emulator.missing() or ops.EmulatorLauncher(checked=device == "checked")
+    return emulator.missing() or launchers.EmulatorLauncher(checked=device == "checked")
 
 
 @cache

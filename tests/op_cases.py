@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 import config
+import launchers
 import ops as kernels
 import reference
 import sampling
@@ -920,7 +921,7 @@ def _two_shots(mail, parts: np.ndarray, turn: int) -> tuple[list, list]:
     """The same of flags, parts of slices and sums of slices."""
     size, n = parts.shape
     lines, slices = kernels.mailbox_bytes(size)
-    grid = min(-(-mail.blocks // 2), -(-n // (4 * size * kernels.THREADS)))
+    grid = min(-(-mail.blocks // 2), -(-n // (4 * size * launchers.THREADS)))
     room = kernels.MOST_IN_TWO_SHOTS // size
     values_at = lines + slices - 4 * 4 * kernels.MOST_IN_TWO_SHOTS
     cut, sums = parts.reshape(size, size, -1), reference.tree_sum(parts).reshape(size, -1)

@@ -25,6 +25,7 @@ import numpy as np  # noqa: E402
 
 import bench_reduce  # noqa: E402
 import engine  # noqa: E402
+import launchers  # noqa: E402
 import ops  # noqa: E402
 import parallel  # noqa: E402
 from engine import Engine  # noqa: E402
@@ -135,7 +136,7 @@ def inject(fault: str, rank: int) -> None:
         at_step("accept", STEP, die)
 
 
-class Together(ops.EmulatorLauncher):
+class Together(launchers.EmulatorLauncher):
     """All blocks of a grid at once, as on a device, and some of them."""
 
     def __init__(self, blocks: int):
@@ -198,7 +199,7 @@ def collectives(device: str = "cpu") -> None:
     if device == "cuda":
         import cupy
 
-        device = ops.CudaOps(launcher=ops.CudaLauncher(host.local_rank))
+        device = ops.CudaOps(launcher=launchers.CudaLauncher(host.local_rank))
         comm = parallel.on_device(host, device)
         assert isinstance(comm, parallel.PeerComm)
         for way in (comm, comm.base):

@@ -12,7 +12,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+import launchers
 import ops
+import ops_mma
 from tests import op_cases
 from tests.conftest import launcher
 from tests.op_cases import Backend, Draw, forest
@@ -73,11 +75,11 @@ def test_every_way_of_sharing_out_gives_the_same_bits(
     plain.ops.listener = lambda launch: seen.add(launch.kernel)
     some = draw.rng.permutation(len(q))[:5]
     want = {t: alone(plain, f, q, t, latent, span) for t in some.tolist()}
-    for tile in ops.COLUMN_TILES:
-        only = (dataclasses.replace(tile, most=ops.INT32_MAX),)
-        monkeypatch.setattr(ops, "COLUMN_TILES", only)
+    for tile in ops_mma.COLUMN_TILES:
+        only = (dataclasses.replace(tile, most=launchers.INT32_MAX),)
+        monkeypatch.setattr(ops_mma, "COLUMN_TILES", only)
         for processors, most in ((1, 1 << 30), (500, 1 << 30), (40, 1)):
-            monkeypatch.setattr(ops, "PARTS_BYTES", most)
+            monkeypatch.setattr(ops_mma, "PARTS_BYTES", most)
             b = backend_on(device, processors)
             if b.ops._tensor_shape(latent + rope, latent, leaf, span, False) is None:
                 continue  # the device has too little shared memory
@@ -128,9 +130,9 @@ def test_blocks_in_every_way(
         return b.get(b.ops.block_attention(*sent, *of, window, 0.2, span))
 
     want = [run(plain, slice(i, i + 1)) for i in range(len(lengths))]
-    for tile in ops.COLUMN_TILES:
-        only = (dataclasses.replace(tile, most=ops.INT32_MAX),)
-        monkeypatch.setattr(ops, "COLUMN_TILES", only)
+    for tile in ops_mma.COLUMN_TILES:
+        only = (dataclasses.replace(tile, most=launchers.INT32_MAX),)
+        monkeypatch.setattr(ops_mma, "COLUMN_TILES", only)
         for processors in (1, 500):
             have = run(backend_on(device, processors), slice(0, len(lengths)))
             assert np.array_equal(bits(have), bits(np.concatenate(want))), (tile, processors)

@@ -7,13 +7,14 @@ import pytest
 
 import bench
 import bench_kernels
+import launchers
 import ops
 from config import UserError
 from tests.conftest import launcher
 
 
 @pytest.fixture
-def small(monkeypatch) -> ops.EmulatorLauncher:
+def small(monkeypatch) -> launchers.EmulatorLauncher:
     """K2.6's cases a hundred times smaller, three launches a graph."""
     host = launcher("emulate")
     if isinstance(host, str):
@@ -54,7 +55,7 @@ def test_no_time_for_a_wrong_result(small, monkeypatch) -> None:
 
     def wrong(self, x, weight, **how):
         y = kernels(self, x, weight, **how)
-        if self.act == ops.BFLOAT16 and len(x) == 1:
+        if self.act == launchers.BFLOAT16 and len(x) == 1:
             y.reshape(-1).view(np.int32)[0] ^= 1
         return y
 
@@ -71,6 +72,6 @@ def test_no_time_for_a_wrong_result(small, monkeypatch) -> None:
 
 def test_the_plain_read_reads_everything(small) -> None:
     """Every 16 bytes once, whatever the size: unwritten ones would show as out of bounds."""
-    kernels = ops.CudaOps("bfloat16", launcher=ops.EmulatorLauncher(checked=True))
+    kernels = ops.CudaOps("bfloat16", launcher=launchers.EmulatorLauncher(checked=True))
     for n in (8, 4096, 40_000):
         kernels.read(bench_kernels.random(kernels, 1, 1, n))

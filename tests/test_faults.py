@@ -16,6 +16,7 @@ import pytest
 
 import config
 import engine
+import launchers
 import ops
 from config import UserError
 from tests import toy
@@ -55,7 +56,7 @@ def test_a_driver_that_does_not_do(monkeypatch, driver: int, said: str) -> None:
     cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     with pytest.raises(UserError) as caught:
-        ops.CudaLauncher()
+        launchers.CudaLauncher()
     assert str(caught.value).startswith(f"--device cuda: {said}")
 
 
@@ -91,7 +92,7 @@ def test_i5_every_kernel_fits_a_small_block_or_is_named(device, tmp_path, monkey
     """As on sm_120: K2.6 fits with every tree; what would not is named before weights are read; and
     no launch asks for more than start-up has checked."""
     kernels = ops.CudaOps(launcher=launcher(device))
-    limits = ops.Limits("small", "sm_120", SMALL, 1)
+    limits = launchers.Limits("small", "sm_120", SMALL, 1)
     tensor = dict.fromkeys(ops.TENSOR, True)
     small = SimpleNamespace(launcher=SimpleNamespace(limits=limits), name="cuda", **tensor)
     dims = {
@@ -115,7 +116,7 @@ def test_i5_every_kernel_fits_a_small_block_or_is_named(device, tmp_path, monkey
 
     directory = toy.write_checkpoint(tmp_path / "toy", drafter={})
     with monkeypatch.context() as patch:
-        patch.setattr(kernels.launcher, "limits", ops.Limits("tiny", "sm_00", 1024, 1))
+        patch.setattr(kernels.launcher, "limits", launchers.Limits("tiny", "sm_00", 1024, 1))
         with pytest.raises(UserError, match=r"\w+: needs \d+ bytes of shared memory"):
             engine_on(device, directory, patch, kernels)
 
@@ -207,8 +208,8 @@ def test_i1_a_changed_prelude_or_option_compiles_again(device, tmp_path) -> None
 
 
 SCRIPT = """
-import sys, numpy as np, ops
-launcher = ops.CudaLauncher() if sys.argv[1] == "cuda" else ops.EmulatorLauncher()
+import sys, numpy as np, launchers, ops
+launcher = launchers.CudaLauncher() if sys.argv[1] == "cuda" else launchers.EmulatorLauncher()
 kernels = ops.CudaOps(launcher=launcher)
 x = launcher.upload(np.linspace(-3, 3, 1000, dtype=np.float32).reshape(4, 250))
 print(kernels.download(kernels.silu_mul(x, x)).tobytes().hex())

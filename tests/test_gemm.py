@@ -14,7 +14,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import launchers
 import ops
+import ops_mma
 import reference
 from loader import quantise_int4
 from tests.conftest import launcher
@@ -60,7 +62,7 @@ def test_linear_in_every_number_of_rows(device: str, out: int, k: int, leaves: i
     kernels = kernels_on(device)
     x, w = both(out, k)
     weight = kernels.prepare(w, shards=leaves, row_cut=leaves > 1)
-    assert isinstance(weight, ops.TensorMatrix)
+    assert isinstance(weight, ops_mma.TensorMatrix)
     send = kernels.launcher.upload
     want = x.astype(np.float64) @ w.astype(np.float64).T
     alone = np.concatenate(
@@ -92,7 +94,7 @@ def test_more_processors_change_no_bit(device: str) -> None:
     """What launches do where all blocks run at once: all of a warp's weights on their way."""
     if device == "cuda":
         pytest.skip("a GPU has the processors that it has")
-    few, many = ops.EmulatorLauncher(), ops.EmulatorLauncher()
+    few, many = launchers.EmulatorLauncher(), launchers.EmulatorLauncher()
     many.limits = dataclasses.replace(many.limits, processors=132)
     rng = np.random.default_rng(7)
     routed, beside, x, ids, weights = experts_case(rng, 3072, 32, 4, 2, 32, 2)
@@ -217,7 +219,7 @@ def test_experts(device: str, hidden, width, experts, top_k, leaves, shared, row
         return [kernels.prepare_mlp(*m, leaves) for m in (routed, beside)]
 
     packed = prepare(fast)
-    assert [type(p) for p in packed] == [ops.TensorExperts, ops.TensorMlp]
+    assert [type(p) for p in packed] == [ops_mma.TensorExperts, ops_mma.TensorMlp]
     together = run(fast, slice(None), packed)
     for r in (*range(0, rows, 7), rows - 1):
         assert np.array_equal(bits(run(fast, slice(r, r + 1), packed)[0]), bits(together[r])), r
@@ -240,7 +242,7 @@ def test_router_and_shared_experts_as_one(device: str, hidden, experts, leaves) 
     """R1 for the product of both, and for the shared expert's down among the routed ones and apart
     from them (more than BESIDE_ROWS); the simple kernels' values."""
     rng = np.random.default_rng(6)
-    rows = ops.BESIDE_ROWS + 2
+    rows = ops_mma.BESIDE_ROWS + 2
     routed, beside, x, _, _ = experts_case(rng, hidden, 64, experts, 3, 64, rows)
     w, bias = draw(rng, experts, hidden), rng.random(experts, dtype=np.float32)
 
@@ -284,7 +286,7 @@ def test_expert_ranks_add_along_the_same_tree(device: str, ranks: int) -> None:
             )
             for ms in (routed, beside)
         ]
-        assert isinstance(cut[0], ops.TensorExperts)
+        assert isinstance(cut[0], ops_mma.TensorExperts)
         sent = [kernels.launcher.upload(a) for a in (x, ids, weights)]
         return kernels.download(kernels.moe(*sent, *cut))
 
@@ -323,7 +325,9 @@ def test_no_thread_reads_what_is_not_there_yet(device: str) -> None:
     """The checked build watches barriers, asynchronous copies and bounds."""
     if device == "cuda":
         pytest.skip("the emulator checks")
-    kernels = ops.CudaOps("bfloat16", launcher=ops.EmulatorLauncher(checked=True), poison=True)
+    kernels = ops.CudaOps(
+        "bfloat16", launcher=launchers.EmulatorLauncher(checked=True), poison=True
+    )
     for out, k, leaves, rows in ((40, 256, 8, 9), (24, 1024, 16, 2), (48, 384, 1, 17)):
         x, w = both(out, k, rows=rows)
         weight = kernels.prepare(w, shards=leaves, row_cut=leaves > 1)

@@ -12,18 +12,19 @@ import re
 import pytest
 
 import ops
+import ops_mma
 
 core = pytest.importorskip("cuda.core", reason="compiling needs cuda-core and nvidia-cuda-nvrtc")
 
 ARCHITECTURES = {"sm_80": 166_912, "sm_90": 232_448, "sm_120": 101_376}  # shared bytes of a block
-TARGET = ops.attention_defines(key=576, value=512, leaf=64, span=4)
-DRAFTER = ops.attention_defines(key=128, value=128, leaf=64, span=4)
-OF_BLOCKS = ops.AttentionShape(key=128, value=128, leaf=64, span=4, apart=True)
-LATENT = ops.AttentionShape(key=576, value=512, leaf=64, span=4, apart=False)
-EXPERTS = ops.TensorExperts(
+TARGET = ops_mma.attention_defines(key=576, value=512, leaf=64, span=4)
+DRAFTER = ops_mma.attention_defines(key=128, value=128, leaf=64, span=4)
+OF_BLOCKS = ops_mma.AttentionShape(key=128, value=128, leaf=64, span=4, apart=True)
+LATENT = ops_mma.AttentionShape(key=576, value=512, leaf=64, span=4, apart=False)
+EXPERTS = ops_mma.TensorExperts(
     None, None, experts=384, width=256, hidden=7168, leaves=1, up_groups=4, down_groups=4
 )
-HEADS = [ops.TensorHeads(None, 8, *sizes) for sizes in ((512, 128), (128, 512))]
+HEADS = [ops_mma.TensorHeads(None, 8, *sizes) for sizes in ((512, 128), (128, 512))]
 VARIANTS = {
     "tokens": [ops.TOKEN_DEFINES],
     "experts_mma": [EXPERTS.defines],
@@ -78,8 +79,8 @@ def dense_bytes(kernel: str, architecture: str) -> int | None:
     """Most dynamic shared bytes of a dense tensor-core kernel with K in at most 8 parts."""
     most = ARCHITECTURES[architecture]
     eights, wide = map(int, kernel.split("_")[-2:])
-    [tile] = [t for t in ops.TILES if (t.eights, t.wide) == (eights, wide)]
-    need = ops.linear_shared_bytes(tile, tile.ahead, own=1)
+    [tile] = [t for t in ops_mma.TILES if (t.eights, t.wide) == (eights, wide)]
+    need = ops_mma.linear_shared_bytes(tile, tile.ahead, own=1)
     return need if need <= most else None
 
 
@@ -101,7 +102,7 @@ def test_every_section_compiles(architecture: str, activation: str, capsys) -> N
             continue  # tensor cores take bfloat16 activations
         variants = VARIANTS.get(section, [()])
         if section == "linear_mma":
-            variants = [ops.LINEAR_DEFINES]
+            variants = [ops_mma.LINEAR_DEFINES]
         if section == "rms_norm" and architecture != "sm_80":
             variants = [*variants, ops.norm_defines(7168, clusters=True)]
         for defines in variants:

@@ -17,6 +17,7 @@ import toy
 from conftest import launcher
 from test_parallel import SCRIPT, gpus, living, run_ranks
 
+import launchers
 import ops
 import parallel
 from config import DeviceFault, UserError
@@ -41,7 +42,7 @@ def test_emulated_sums_over_processes(device, size):
 @pytest.mark.parametrize("two_shots", [False, True])
 def test_emulated_rank_that_does_not_come(device, two_shots):
     """The kernel gives up by the clock, and the fault says who is missing."""
-    emulated = ops.CudaOps(launcher=ops.EmulatorLauncher())
+    emulated = ops.CudaOps(launcher=launchers.EmulatorLauncher())
     memories = [emulated.share_mailbox(4)[0] for _ in range(4)]
     addresses = [emulated.launcher.address(memory) for memory in memories]
     mail = emulated.mailbox(1, addresses, 1, 0.2)
@@ -53,7 +54,7 @@ def test_emulated_rank_that_does_not_come(device, two_shots):
 
 def test_emulated_line_that_is_half_there(device):
     """Each half of a line has the turn's number beside it, and both are waited for."""
-    emulated = ops.CudaOps(launcher=ops.EmulatorLauncher())
+    emulated = ops.CudaOps(launcher=launchers.EmulatorLauncher())
     memories = [emulated.share_mailbox(4)[0] for _ in range(4)]
     addresses = [emulated.launcher.address(memory) for memory in memories]
     mail = emulated.mailbox(1, addresses, 1, 0.2)
@@ -78,7 +79,7 @@ def test_emulated_bench_of_sums(device, monkeypatch, wrong):
 
 
 def test_sums_that_peer_memory_does_not_take(device):
-    emulated = ops.CudaOps(launcher=ops.EmulatorLauncher())
+    emulated = ops.CudaOps(launcher=launchers.EmulatorLauncher())
     memory = emulated.share_mailbox(2)[0]
     mail = emulated.mailbox(0, [emulated.launcher.address(memory)] * 2, 1, 1.0)
     most = ops.MOST_IN_TWO_SHOTS
@@ -124,7 +125,7 @@ class Peers:
 
     def write(self, address: int, data: np.ndarray) -> None:
         if self.fault != "write":
-            ops.EmulatorLauncher.write(None, address, data)
+            launchers.EmulatorLauncher.write(None, address, data)
 
     def mailbox(self, rank, addresses, blocks, patience):
         return SimpleNamespace(short=1024)

@@ -14,13 +14,14 @@ from collections import defaultdict
 
 import pytest
 
+import launchers
 import ops
 from tests.emulator import emulator
 
 GOAL = 0.95
 
 
-class CountingLauncher(ops.EmulatorLauncher):
+class CountingLauncher(launchers.EmulatorLauncher):
     """Keeps the modules that it compiles, each with counters that begin at zero."""
 
     modules: dict[str, emulator.Module] = {}
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> int:
     if reason:
         print(f"skipped: {reason}")
         return 0
-    ops.EmulatorLauncher = CountingLauncher
+    launchers.EmulatorLauncher = CountingLauncher
     began = time.perf_counter()
     failed = pytest.main(["-q", "-k", "emulate", "-m", "not gpu", *argv])
     share = report(lines_of(CountingLauncher.modules.values()))

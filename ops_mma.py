@@ -1,0 +1,663 @@
+"""Products and attention of bfloat16 activations on tensor cores: what is packed, in which tiles,
+in how many blocks. A part of `ops.CudaOps`, whose launches and checks these use.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+import config
+from launchers import BFLOAT16, FLOAT32, INT32, INT32_MAX, THREADS, UINT8, WARPS, Defines, ceil
+from reference import Int4Weight
+
+# ---- products (kernels_gemm.cu) ----------------------------------------------------------------
+
+STEP = 32  # columns of K that two mma take
+MIN_PART = 128  # columns of K in one part, if a leaf is cut at all
+PARTS = 8  # parts of a leaf at most
+ROUTER_PARTS = 32  # of the router, whose few outputs alone would keep few processors busy
+HEAD_STEPS = 8  # steps of one part that a warp of absorb_mma holds at most
+HEAD_ROWS = 16  # rows of a block of absorb_mma
+EXPERT_ROWS = 128  # rows of one launch over the experts
+DOWN_ROWS = (128, 64, 32, 16, 8)  # of one launch of expert_down_mma: the most that a block can hold
+MAX_PAIRS = 4096  # (row, expert) pairs of one launch: struct Work has 12 bits for them
+WHOLE = 8  # kB of weight that a warp may have in flight in one piece
+SHARES = (1, 2, 4, 8)  # of K, in blocks of their own, or of the warps of a block
+BESIDE_ROWS = 32  # up to which expert_down_mma multiplies the shared expert's down too
+STAGES = 2  # pieces of an expert's weight that a warp has in flight: three were no faster
+LINEAR_STAGES = 2  # of a dense one
+PIECE = 4  # steps of one of those, if they divide
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A variant of the dense kernels: 8 * `eights` rows of x, `wide` tiles of 16 outputs a warp.
+
+    ahead     steps of x that a lane holds
+    resident  blocks a multiprocessor
+    """
+
+    eights: int
+    wide: int
+    ahead: int
+    resident: int
+
+
+TILES = (
+    Tile(1, 1, ahead=8, resident=2),
+    Tile(2, 1, ahead=4, resident=2),
+    Tile(4, 1, ahead=4, resident=1),
+    Tile(8, 1, ahead=3, resident=1),
+    Tile(1, 2, ahead=4, resident=2),
+    Tile(2, 2, ahead=4, resident=2),
+    Tile(4, 2, ahead=4, resident=1),
+    Tile(8, 2, ahead=2, resident=1),
+)
+ROOMY = 160_000  # shared bytes of a block from which on more is kept in flight
+WIDE_TILES = 384  # from so many tiles of 16 outputs (over warps that share K) on: wide = 2
+
+
+def parts_of(columns: int, most: int = PARTS) -> int:
+    """Equal parts in which tensor cores add a leaf of K (reference.py's table): a power of two,
+    whole steps, so wide that a warp's work is worth it. It depends on the leaf alone (R2)."""
+    parts = config.leaves(columns // STEP, most)
+    while parts > 1 and columns // parts < MIN_PART:
+        parts //= 2
+    return parts
+
+
+def _piece(steps: int, most: int = 4) -> int:
+    """Steps of one copy of weights: as many as divide `steps`."""
+    return next(n for n in range(most, 0, -1) if steps % n == 0)
+
+
+def _pieces(part_steps: int, own: int, wide: int):
+    """(places in a warp's ring, steps of a piece) of a dense weight, the best first; own: parts
+    that a warp has."""
+    if own == 1 and part_steps * wide <= WHOLE:
+        yield 1, part_steps
+    if _piece(part_steps, PIECE) == 1:  # longer ones are better than single steps
+        yield LINEAR_STAGES, _piece(part_steps, WHOLE)
+    yield LINEAR_STAGES, _piece(part_steps, PIECE)
+
+
+# -D of the dense section.
+LINEAR_DEFINES: Defines = (
+    ("STAGES", LINEAR_STAGES),
+    *((f"{name.upper()}_{t.eights}_{t.wide}", getattr(t, name))
+      for t in TILES for name in ("ahead", "resident")),
+)  # fmt: skip
+
+
+def linear_shared_bytes(tile: Tile, piece: int, own: int, places: int = LINEAR_STAGES) -> int:
+    """Of the dense kernels; own: parts of K that one warp joins, places: pieces in its ring."""
+    sums = WARPS * tile.wide * tile.eights * 512
+    rings = WARPS * (places * piece * tile.wide * 1024 + LINEAR_STAGES * 8)
+    return rings + sums * (1 + (own - 1).bit_length())
+
+
+def _work_bytes(experts: int, rows: int, top_k: int) -> int:
+    """struct Work of the expert kernels."""
+    pairs = rows * top_k
+    tiles, words = min(pairs, experts + pairs // 8), ceil(rows, 32)
+    return 4 * (WARPS + tiles + experts * words) + 2 * (experts + pairs)
+
+
+@dataclass(frozen=True)
+class TensorMatrix:
+    """A bfloat16 weight [out, in] in the order of pack_dense; gate and up interleaved are one.
+
+    parts  of each of the `leaves` of K
+    """
+
+    data: object
+    out_features: int
+    in_features: int
+    leaves: int
+    row_cut: bool
+    wide: int
+
+    @property
+    def parts(self) -> int:
+        return parts_of(self.in_features // self.leaves)
+
+    @property
+    def blocks(self) -> int:
+        return self.data.size // (self.in_features * 2 * 16 * self.wide)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How blocks share a product: `shares` of K in blocks of their own, `split` warps on one of
+    those; pieces of `piece` steps. whole: all at once, a piece a warp. blocks: of a share; grid:
+    as many as it has work for."""
+
+    tile: Tile
+    shares: int
+    split: int
+    piece: int
+    whole: bool
+    shared_bytes: int
+    blocks: int
+    grid: int
+
+
+@dataclass(frozen=True)
+class TensorHeads:
+    """One half of kv_b in the order of pack_heads: `outputs` sums over `columns` a head."""
+
+    data: object
+    heads: int
+    outputs: int
+    columns: int
+
+    @property
+    def defines(self) -> Defines:
+        parts = parts_of(self.columns)
+        return (("PARTS", parts), ("PART_STEPS", self.columns // STEP // parts))
+
+    @property
+    def slices(self) -> int:
+        """Blocks that share the outputs of a head."""
+        return ceil(self.outputs, 16 * WARPS // parts_of(self.columns))
+
+
+@dataclass(frozen=True)
+class TensorMlp:
+    """A dense gated MLP; gate_up has 2 * width outputs.
+
+    routed  the rows of a router, padded to whole tiles, and gate_up as one matrix, if they are
+    """
+
+    gate_up: TensorMatrix
+    down: TensorMatrix
+    leaves: int
+    routed: TensorMatrix | None = None
+
+
+@dataclass(frozen=True)
+class TensorExperts:
+    """INT4 experts in the order of pack_int4, `leaves` parts of the width.
+
+    up_groups, down_groups  quantisation groups in a piece
+    """
+
+    gate_up: object
+    down: object
+    experts: int
+    width: int
+    hidden: int
+    leaves: int
+    up_groups: int
+    down_groups: int
+
+    @property
+    def parts(self) -> int:
+        return parts_of(self.hidden)
+
+    @property
+    def defines(self) -> Defines:
+        return (
+            ("STAGES", STAGES),
+            ("PARTS", self.parts),
+            ("UP_GROUPS", self.up_groups),
+            ("DOWN_GROUPS", self.down_groups),
+        )
+
+    @property
+    def chunks(self) -> int:
+        """Pieces in a part of gate and up."""
+        return self.hidden // self.parts // STEP // self.up_groups
+
+    def up_shared_bytes(self, rows: int, top_k: int) -> int:
+        rings = self.parts * STAGES * (576 * self.up_groups + 8)
+        return rings + 2 * self.parts * 1024 + _work_bytes(self.experts, rows, top_k)
+
+    def down_shared_bytes(self, rows: int, top_k: int, beside_parts: int = 0) -> int:
+        rings = WARPS * STAGES * (576 * self.down_groups + 8)
+        sums = top_k + (self.leaves - 1).bit_length() + beside_parts
+        slots = rows * 128 * sums + 4 * rows * top_k
+        return rings + slots + _work_bytes(self.experts, rows, top_k)
+
+
+class TensorCoreKernels:
+    """Products of bfloat16 activations on tensor cores: a part of CudaOps."""
+
+    def read(self, array) -> None:
+        """Read every 16 bytes of an array once: the speed of the memory."""
+        grid = (8 * self.launcher.limits.processors,)
+        self._launch("read", "read_all", grid, array, np.int64(array.nbytes // 16), self.arange(1))
+
+    @staticmethod
+    def _packable(weight, leaves: int) -> bool:
+        """Whether tensor cores take this weight [..., out, in] with K in so many leaves."""
+        if isinstance(weight, Int4Weight) or weight.dtype != BFLOAT16:
+            return False
+        return weight.shape[-1] % (leaves * STEP) == 0 and math.prod(weight.shape[:-2]) == 1
+
+    def _pack_dense(self, a, b, leaves=1, row_cut=False, wide: int | None = None) -> TensorMatrix:
+        """[.., out, in], or with b gate and up together. wide: None to choose."""
+        rows, k = a.shape[-2:]
+        stride, offset, outputs = (16, 8, rows) if b is None else (8, 0, 2 * rows)
+        tiles, sharing = ceil(outputs, 16), WARPS // min(PARTS, leaves * parts_of(k // leaves))
+        if wide is None:
+            roomy = self.launcher.limits.shared_bytes >= ROOMY
+            wide = 2 if roomy and b is None and tiles // sharing >= WIDE_TILES else 1
+        blocks = ceil(tiles, wide)
+        sent = [self.launcher.upload(w).reshape(rows, k) for w in (a, a if b is None else b)]
+        data = self.empty((blocks * wide * 16 * k * 2,), UINT8)
+        n = data.size // 16
+        self._launch(
+            "pack", "pack_dense", (ceil(n, THREADS),), *sent, data, rows, k, stride, offset, wide,
+            np.int64(n),
+        )  # fmt: skip
+        self.launcher.synchronize()  # a dependent launch reads weights without waiting for this
+        return TensorMatrix(data, outputs, k, leaves, row_cut, wide)
+
+    def _pack_heads(self, kv_b, heads: int, nope: int, v: int, latent: int):
+        """kv_b bfloat16 [H, nope + v, latent] -> its keys and values as TensorHeads; None where the
+        shape does not allow it."""
+        steps = (columns // STEP // parts_of(columns) for columns in (nope, latent))
+        if kv_b.dtype != BFLOAT16 or nope % STEP or latent % STEP or v % 2:
+            return None
+        if max(steps) > HEAD_STEPS:
+            return None
+
+        def pack(outputs, columns, first, across, down):
+            data = self.empty((heads, ceil(outputs, 16) * 16 * columns * 2), UINT8)
+            n = data.size // 16
+            self._launch(
+                "pack", "pack_heads", (ceil(n, THREADS),), kv_b, data, outputs, columns,
+                (nope + v) * latent, first, across, down, np.int64(n),
+            )  # fmt: skip
+            return TensorHeads(data, heads, outputs, columns)
+
+        pair = pack(latent, nope, 0, 1, latent), pack(v, latent, nope * latent, latent, 1)
+        self.launcher.synchronize()  # as above
+        return pair
+
+    def _pack_experts(self, gate: Int4Weight, up: Int4Weight, down: Int4Weight, leaves: int):
+        """TensorExperts, or None where the shape does not allow it."""
+        weights, n = (gate, up, down), len(gate.packed)
+        hidden, width = gate.in_features, gate.out_features
+        if any(w.scales.dtype != BFLOAT16 or w.group_size != STEP for w in weights) or n == 1:
+            return None
+        if hidden % STEP or width % 16 or width % (leaves * STEP):
+            return None
+        up_groups = _piece(hidden // parts_of(hidden) // STEP)
+        down_groups = _piece(width // leaves // STEP)
+        codes = [self.launcher.upload(w.packed.view(np.int32)) for w in weights]
+        scales = [self.launcher.upload(w.scales) for w in weights]
+
+        def pack(a, b, rows, k, tiles, groups, stride, offset):
+            data = self.empty((n * tiles * (k // STEP) * 288,), UINT8)
+            words = data.size // 4
+            self._launch(
+                "pack", "pack_int4", (ceil(words, THREADS),), codes[a], codes[b], scales[a],
+                scales[b], data, rows, k, tiles, groups, stride, offset, np.int64(words),
+            )  # fmt: skip
+            return data.reshape(n, tiles // 2, -1)
+
+        both = pack(0, 1, width, hidden, width // 8, up_groups, 8, 0)
+        one = pack(2, 2, hidden, width, hidden // 16, down_groups, 16, 8)
+        self.launcher.synchronize()  # as above
+        return TensorExperts(
+            both, one, n, width, hidden, leaves, up_groups, down_groups,
+        )  # fmt: skip
+
+    def _cuts(self, rows: int, weight: TensorMatrix, parts: int, least: int, most: int):
+        """Every way to launch a product with K in `parts` and from `least` to `most` shares, as
+        Cut: they give the same bits."""
+        limits, steps = self.launcher.limits, weight.in_features // STEP
+        part_steps = steps // parts
+        variants = [t for t in TILES if t.wide == weight.wide]
+        enough = next((t.eights for t in variants if 8 * t.eights >= rows), variants[-1].eights)
+        for tile in (t for t in variants if t.eights <= enough):
+            for shares in (n for n in SHARES if least <= n <= most and parts % n == 0):
+                for split in (n for n in SHARES if parts // shares % n == 0):
+                    own, items = parts // shares // split, ceil(weight.blocks, WARPS // split)
+                    grid = items * shares
+                    for places, piece in _pieces(part_steps, own, tile.wide):
+                        need = linear_shared_bytes(tile, piece, own, places)
+                        if grid <= limits.processors:  # blocks of this launch and of the next find
+                            need = max(need, limits.shared_bytes // 3 + 512)  # one place each
+                        resident = min(tile.resident, limits.shared_bytes // need)
+                        count, whole = min(items, resident * limits.processors), places == 1
+                        if resident and not (whole and count * shares < grid):
+                            yield Cut(tile, shares, split, piece, whole, need, count, grid)
+                            break
+
+    def _cut(self, rows: int, weight: TensorMatrix, parts: int, least=1, most=1) -> Cut:
+        """The one with the least to read for the busiest processor: bytes of weights, a tenth of
+        those of x, what shares write and read; less if all is on its way before x is there."""
+        steps, processors = weight.in_features // STEP, self.launcher.limits.processors
+        key = rows, weight.in_features, weight.blocks, weight.wide, parts, least, most
+        if key in self._cuts_chosen:
+            return self._cuts_chosen[key]
+
+        def cost(cut: Cut):
+            k, columns = steps * STEP // cut.shares, WARPS // cut.split * weight.wide * 16
+            count, times = min(rows, 8 * cut.tile.eights), ceil(rows, 8 * cut.tile.eights)
+            blocks = ceil(cut.grid * times, processors)
+            read = blocks * k * (2 * columns + 0.2 * count) * (0.85 if cut.whole else 1)
+            between = 128 * rows * weight.blocks * weight.wide / processors + 2000
+            return read + between * cut.shares, -cut.split
+
+        self._cuts_chosen[key] = min(self._cuts(rows, weight, parts, least, most), key=cost)
+        return self._cuts_chosen[key]
+
+    def _mma(
+        self, kernel: str, x, weight: TensorMatrix, out, columns: tuple, cut: Cut, parts: int
+    ) -> None:
+        """x times a packed weight into `out`; the sums of equal shares of K are not joined.
+
+        columns  the kernel's arguments around T
+        parts    of K, all shares together
+        """
+        steps = weight.in_features // STEP
+        before, after = columns
+        grid = (cut.blocks, ceil(len(x), 8 * cut.tile.eights), cut.shares)
+        self._launch(
+            "linear_mma", f"{kernel}_{cut.tile.eights}_{cut.tile.wide}", grid, x, weight.data, out,
+            *before, len(x), *after, weight.in_features, weight.blocks, steps, parts // cut.shares,
+            steps // parts, cut.piece, cut.split, shared_bytes=cut.shared_bytes,
+            defines=LINEAR_DEFINES, dependent=True,
+        )  # fmt: skip
+
+    def _mma_gate_up(self, op: str, x, weight: TensorMlp):
+        x = self._take(op, "x", x, self.act, None, weight.gate_up.in_features, aligned=True)
+        width = weight.gate_up.out_features // 2
+        h, parts = self.empty((len(x), width), self.act), weight.gate_up.parts
+        cut = self._cut(len(x), weight.gate_up, parts)
+        self._mma("gate_up_mma", x, weight.gate_up, h, ((), (width,)), cut, parts)
+        return h
+
+    def _mma_query(self, q, key: TensorHeads, cos, sin, positions):
+        """`latent_query` with packed heads, after its checks."""
+        n, heads, width = q.shape
+        rope = width - key.columns
+        out = self.empty((n, heads, key.outputs + rope), self.act)
+        grid = (heads * (key.slices + 1), ceil(n, HEAD_ROWS))
+        self._launch(
+            "absorb_mma", "latent_query_mma", grid, q, key.data, cos, sin, positions, out, n, heads,
+            key.columns, key.outputs, rope, key.slices, defines=key.defines, dependent=True,
+        )  # fmt: skip
+        return out
+
+    def _mma_value(self, o, value: TensorHeads):
+        """`absorb_v` with packed heads."""
+        heads = value.heads
+        o = self._take("absorb_v", "o", o, self.act, None, heads, value.columns, aligned=True)
+        out = self.empty((len(o), heads, value.outputs), self.act)
+        self._launch(
+            "absorb_mma", "absorb_v_mma", (heads * value.slices, ceil(len(o), HEAD_ROWS)), o,
+            value.data, out, len(o), heads, value.outputs, value.columns, value.slices,
+            defines=value.defines, dependent=True,
+        )  # fmt: skip
+        return out
+
+    def _mma_experts(self, x, ids, weights, experts: TensorExperts, shared, hidden=None):
+        """`moe` with packed experts, before ranks join."""
+        e = experts
+        x = self._take("moe", "x", x, self.act, None, e.hidden, aligned=True)
+        n, top_k = len(x), ids.shape[1]
+        ids = self._take("moe", "ids", ids, INT32, n, top_k)
+        weights = self._take("moe", "weights", weights, FLOAT32, n, top_k)
+        h = self.empty((n * top_k, e.width), self.act)
+        out = self.empty((n, e.hidden))
+        sums, beside, down, of_down = out, h[:0], e.down, (1, 1, 0)
+        if isinstance(shared, TensorMlp) and n <= BESIDE_ROWS and shared.down.parts <= 2:
+            self._check_leaves(shared, e.leaves)
+            beside = self._dense_gate_up("moe", x, shared) if hidden is None else hidden
+            matrix = shared.down
+            down, of_down = matrix.data, (matrix.in_features, matrix.wide, matrix.parts)
+        elif shared is not None:
+            sums = self._shared_leaves(x, shared, e.leaves, hidden)
+        limits, blocks = self.launcher.limits, e.width // 16
+        most_rows = max(1, MAX_PAIRS // top_k)
+        step = min(EXPERT_ROWS, most_rows)
+        for first in range(0, n, step):
+            rows = slice(first, min(n, first + step))
+            count = rows.stop - first
+            need, pairs = e.up_shared_bytes(count, top_k), count * top_k
+            most = min(pairs, e.experts + pairs // 8) * blocks
+            resident = max(1, min(3, limits.shared_bytes // (need + 1024)))
+            self._launch(
+                "experts_mma", "expert_gate_up_mma", (min(most, resident * limits.processors),),
+                x[rows], ids[rows], e.gate_up, h[first * top_k :], count, top_k, e.experts, blocks,
+                e.chunks, shared_bytes=need, defines=e.defines, dependent=True,
+            )  # fmt: skip
+        needs = {r: e.down_shared_bytes(r, top_k, of_down[2]) for r in DOWN_ROWS}
+        fit = (r for r, need in needs.items() if need <= limits.shared_bytes)
+        step = min(next(fit, DOWN_ROWS[-1]), most_rows)
+        for first in range(0, n, step):
+            rows = slice(first, min(n, first + step))
+            count = rows.stop - first
+            self._launch(
+                "experts_mma", "expert_down_mma", (e.hidden // 32,), h[first * top_k :], ids[rows],
+                weights[rows], e.down, sums[rows], beside[rows], down, out[rows], count, top_k,
+                e.experts, e.width, e.hidden, e.leaves, int(sums is not out), *of_down,
+                shared_bytes=e.down_shared_bytes(count, top_k, of_down[2]), defines=e.defines,
+                dependent=True,
+            )  # fmt: skip
+        return out
+
+
+# ---- attention (kernels_attention.cu) ----------------------------------------------------------
+
+MAX_TENSOR_LEAF = 16 * WARPS  # positions of a leaf: a warp takes the scores of 16
+PARTS_BYTES = 512 << 20  # of the parts of spans at most, if one row allows
+WORK_ROWS = 1024  # of one launch of attention_work
+MEET = 4  # spans that a warp of the fold brings to a meeting
+
+
+@dataclass(frozen=True)
+class ColumnTile:
+    """A variant of the attention kernels: `tiles` times 8 columns (row, head) of a block.
+
+    most  column tiles of a forward up to which it is the variant to take
+    """
+
+    tiles: int
+    most: int
+
+
+COLUMN_TILES = (
+    ColumnTile(1, most=4),
+    ColumnTile(2, most=8),
+    ColumnTile(4, most=24),
+    ColumnTile(8, most=INT32_MAX),
+)
+
+
+def attention_defines(key: int, value: int, leaf: int, span: int) -> Defines:
+    """-D of the attention section: widths of a key and of its value, positions of a leaf, span."""
+    return (("KEY_WIDTH", key), ("VALUE_WIDTH", value), ("LEAF", leaf), ("SPAN", span))
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What tensor cores attend in; apart: a value is not the front of its key."""
+
+    key: int
+    value: int
+    leaf: int
+    span: int
+    apart: bool
+
+    @property
+    def fits(self) -> bool:
+        return self.key % 8 == 0 and self.leaf <= MAX_TENSOR_LEAF
+
+    @property
+    def value_tiles(self) -> int:
+        return ceil(self.value, 16)
+
+    def defines(self, stages: int) -> Defines:
+        widths = attention_defines(self.key, self.value, self.leaf, self.span)
+        return (*widths, ("APART", int(self.apart)), ("STAGES", stages))
+
+    def shared_bytes(self, tiles: int, stages: int) -> int:
+        """Of a block with so many column tiles and leaves in flight."""
+        columns, width, values = 8 * tiles, ceil(self.key, 16) * 16, 16 * self.value_tiles
+        stride, stage = 2 * width + 16, self.leaf * (2 * width + 16)
+        if self.apart:
+            stage += self.leaf * (2 * values + 16)
+        inside = not self.apart and width - values >= self.leaf and columns <= self.leaf
+        p = 0 if inside else columns * (2 * self.leaf + 16)
+        return columns * (8 * (self.leaf // 16) + 8 + stride) + p + stages * stage
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """Units of one launch over rows [first, first + n) of a forward, on the device.
+
+    units  int32 [.., 8];  rows  int32 [n, 4]: see attention_work
+    slots  parts of a row at most;  tile, stages: the variant;  blocks: of its grid
+    """
+
+    first: int
+    n: int
+    units: object
+    rows: object
+    slots: int
+    tile: ColumnTile
+    stages: int
+    blocks: int
+    shared_bytes: int
+
+
+class TensorCoreAttention:
+    """Attention of bfloat16 activations on tensor cores: a part of CudaOps."""
+
+    def _variant(self, shape: AttentionShape, column_tiles: int) -> tuple[ColumnTile, int, int]:
+        """For so many column tiles: (variant, stages, shared bytes), or None where none fits."""
+        most = self.launcher.limits.shared_bytes
+        enough = next(t.tiles for t in COLUMN_TILES if column_tiles <= t.most)
+        for tile in reversed(COLUMN_TILES):
+            for stages in (2, 1):
+                need = shape.shared_bytes(tile.tiles, stages)
+                if tile.tiles <= enough and need <= most:
+                    return tile, stages, need
+        return None
+
+    def _tensor_shape(self, key: int, value: int, leaf: int, span: int, apart: bool):
+        """AttentionShape where tensor cores are to take it, else None."""
+        shape = AttentionShape(key, value, leaf, span, apart)
+        takes = self.tensor_attention and shape.fits and self._variant(shape, 1) is not None
+        return shape if takes else None
+
+    def _attention_work(self, plan, shape: AttentionShape, heads: int) -> list:
+        """The launches of a forward, planned at its first layer."""
+        key = shape, heads
+        if key not in plan.work:
+            n, row_tiles = len(plan.positions), ceil(heads, 8)
+            leaves, depth = plan.reach // shape.leaf + 1, plan.ancestors.shape[1]
+            behind = min(leaves, (depth - 1) // shape.leaf + 2)  # leaves that rows do not share
+            spans = ceil(leaves, shape.span) + behind
+            row_bytes = spans * row_tiles * shape.value_tiles * 512
+            step = max(1, min(n, WORK_ROWS, PARTS_BYTES // row_bytes))
+            plan.work[key] = [
+                self._plan_rows(plan, shape, row_tiles, first, min(step, n - first), spans, behind)
+                for first in range(0, n, step)
+            ]
+        return plan.work[key]
+
+    def _plan_rows(self, plan, shape, row_tiles: int, first: int, n: int, spans: int, behind: int):
+        tile, stages, need = self._variant(shape, n * row_tiles)
+        together, head_parts = max(1, tile.tiles // row_tiles), ceil(row_tiles, tile.tiles)
+        blocks, leaves = self.launcher.limits.processors, plan.reach // shape.leaf + 1
+        alone = 2 * blocks // (ceil(n, together) * head_parts)  # leaves of a group in two turns
+        slots = max(spans, min(leaves, alone) + behind)
+        most = n * head_parts * slots
+        work = AttentionWork(
+            first, n, self.empty((most + blocks, 8), INT32), self.empty((n, 4), INT32), slots,
+            tile, stages, min(blocks, most), need,
+        )  # fmt: skip
+        self._launch(
+            "attention_work", "attention_work", (1,), plan.positions, plan.sequence, plan.lengths,
+            plan.tables, plan.ancestors, work.units, work.rows, first, n, plan.ancestors.shape[1],
+            plan.tables.shape[1], together, head_parts, row_tiles, work.blocks, slots,
+            shared_bytes=16 * n, defines=(("LEAF", shape.leaf), ("SPAN", shape.span)),
+        )  # fmt: skip
+        return work
+
+    def _latent_attention_mma(self, q, pages, fresh, plan, factor, shape: AttentionShape):
+        n, heads, _ = q.shape
+        out, row_tiles = self.empty((n, heads, shape.value), self.act), ceil(heads, 8)
+        planned = (shape, heads) in plan.work
+        for work in self._attention_work(plan, shape, heads):
+            rows, all_tiles = slice(work.first, work.first + work.n), work.n * row_tiles
+            parts = self.empty((work.slots, all_tiles, 4, 4))
+            values = self.empty((work.slots, all_tiles, shape.value_tiles, 128))
+            # What was planned in front of this very launch cannot be read before it has ended.
+            self._launch(
+                "attention_mma", f"latent_spans_mma_{work.tile.tiles}", (work.blocks,), q[rows],
+                pages, fresh, plan.tables, plan.ancestors[rows], work.units, parts, values, heads,
+                plan.tables.shape[1], plan.ancestors.shape[1], all_tiles, factor,
+                shared_bytes=work.shared_bytes, defines=shape.defines(work.stages),
+                dependent=planned,
+            )  # fmt: skip
+            args = parts, values, work.rows, out[rows], heads, all_tiles
+            self._fold_mma("latent_fold_mma", shape, work.stages, all_tiles, args)
+        return out
+
+    def _block_attention_mma(self, q, kv, pages, tables, lengths, window, factor, shape):
+        out, (blocks, max_pages) = self.empty(q.shape, self.act), tables.shape
+        n, heads, kv_heads = len(q) // blocks, q.shape[1], kv.shape[2]
+        column_tiles = ceil(n * (heads // kv_heads), 8)
+        all_tiles = blocks * kv_heads * column_tiles
+        tile, _, need = self._variant(shape, column_tiles)
+        limits, column_parts = self.launcher.limits, ceil(column_tiles, tile.tiles)
+        need = shape.shared_bytes(tile.tiles, stages=1)
+        at_once = max(1, min(2, limits.shared_bytes // need)) * limits.processors
+        leaves, units = max_pages + 1, blocks * kv_heads * column_parts
+        slots = max(ceil(leaves, shape.span) + 1, min(leaves, at_once // units))
+        parts = self.empty((slots, all_tiles, 4, 4))
+        values = self.empty((slots, all_tiles, shape.value_tiles, 128))
+        sizes = blocks, n, heads, kv_heads, window, column_parts, at_once, slots
+        self._launch(
+            "attention_mma", f"block_spans_mma_{tile.tiles}", (min(at_once, units * slots),), q, kv,
+            pages, lengths, tables, parts, values, *sizes, max_pages, factor,
+            shared_bytes=need, defines=shape.defines(1), dependent=True,
+        )  # fmt: skip
+        args = parts, values, lengths, out, *sizes
+        self._fold_mma("block_fold_mma", shape, 1, all_tiles, args)
+        return out
+
+    def _fold_mma(self, kernel: str, shape: AttentionShape, stages: int, all_tiles: int, args):
+        """split: warps that share the spans of a tile, as many as two blocks a processor hold."""
+        room = 2 * WARPS * self.launcher.limits.processors // (shape.value_tiles * all_tiles)
+        split = next((s for s in (8, 4, 2) if s <= room), 1)
+        grid = ceil(shape.value_tiles * split, WARPS), all_tiles
+        self._launch(
+            "attention_mma", kernel, grid, *args, split, defines=shape.defines(stages),
+            shared_bytes=WARPS * MEET * 1024 if split > 1 else 0, dependent=True,
+        )  # fmt: skip
+
+
+def mma_needs(model: config.Model, linear: bool, experts: bool, attention: bool) -> dict[str, int]:
+    """Dynamic shared bytes of the kernels of these kinds, for this model: see ops.shared_needs."""
+    needs: dict[str, int] = {}
+    if attention:
+        needs["attention_work"] = 16 * WORK_ROWS
+        needs["latent_fold_mma"] = needs["block_fold_mma"] = WARPS * MEET * 1024
+    if linear:
+        cuts = [(config.leaves(model.num_attention_heads, model.num_attention_heads), PARTS)]
+        cuts += [(config.mlp_leaves(model, i), PARTS) for i in range(model.num_hidden_layers)]
+        own = max(leaves * parts // WARPS for leaves, parts in cuts)
+        needs["linear_mma"] = linear_shared_bytes(TILES[0], PIECE, own)
+        needs["gate_up_mma"] = linear_shared_bytes(TILES[0], PIECE, 1)
+    if experts and model.n_routed_experts:
+        top_k, layer = model.num_experts_per_tok, model.num_hidden_layers - 1
+        packed = TensorExperts(
+            None, None, model.n_routed_experts, model.moe_intermediate_size, model.hidden_size,
+            config.mlp_leaves(model, layer), up_groups=PIECE, down_groups=PIECE,
+        )  # fmt: skip
+        rows = min(EXPERT_ROWS, max(1, MAX_PAIRS // top_k))
+        needs["expert_gate_up_mma"] = packed.up_shared_bytes(rows, top_k)
+        needs["expert_down_mma"] = packed.down_shared_bytes(DOWN_ROWS[-1], top_k)
+    return needs
