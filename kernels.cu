@@ -1,5 +1,5 @@
-// All device code. ops.py cuts this file at its banners, puts the prelude before every section and
-// compiles each section alone, so that an edit recompiles one of them.
+// Device code of the forward. ops.py cuts all kernels*.cu at their banners, puts this file's prelude
+// before every section and compiles each section alone, so that an edit recompiles one of them.
 //
 // Bits (R1, R2, R5). A result's bits depend on its row, the weights and absolute positions. Sums run
 // in the order that a kernel's contract states, whatever the grid; products join by explicit

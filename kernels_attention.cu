@@ -190,7 +190,7 @@ KERNEL attention_work(const int* positions,  // [T]
 // ==== attention_mma ====
 
 // -DKEY_WIDTH, VALUE_WIDTH, LEAF, SPAN as in the section attention. -DAPART: a value is not the front
-// of its key. -DSTAGES: leaves in shared memory, 1 or 2. Bytes: see AttentionShape in ops.py.
+// of its key. -DSTAGES: leaves in shared memory, 1 or 2. Bytes: see AttentionShape in ops_mma.py.
 static_assert(LEAF % 16 == 0 && LEAF <= 16 * WARPS && (LEAF & (LEAF - 1)) == 0, "whole key tiles");
 static_assert(KEY_WIDTH % 8 == 0, "keys are copied 16 bytes at a time");
 constexpr int KEY_TILES = LEAF / 16;
@@ -870,7 +870,7 @@ BLOCK_SPANS(2, 2)
 BLOCK_SPANS(4, 2)
 BLOCK_SPANS(8, 1)
 
-// As latent_fold_mma_1; all_tiles: ceil(n * group / 8) for every block and key head.
+// As latent_fold_mma; all_tiles: ceil(n * group / 8) for every block and key head.
 KERNEL block_fold_mma(const float4* parts, const float4* values, const int* lengths,
                       bf16* out,  // [B * n, H, d]
                       int B, int n, int H, int KV, int window, int column_parts, int blocks,

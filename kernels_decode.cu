@@ -484,7 +484,7 @@ KERNEL fill_bins(const float* adjusted,  // [T, V]
     sums[0][i] = sums[1][i] = sums[2][i] = count[i] = 0;
   __syncthreads();  // bins are empty before anything is counted
   const float peak = __fdiv_rn(peaks[t], request.temperature);
-#pragma unroll 1  // see best_score
+#pragma unroll 1  // see score_kept
   for (int j = 0; j < EACH; j += 4) {
     int bin[4];
     u64 m[4];

@@ -581,7 +581,7 @@ struct Work {
   int n_tiles;
 };
 
-// Bytes: see experts_mma_bytes in ops.py. ids outside [0, E) are filler and appear in no tile.
+// Bytes: see _work_bytes in ops_mma.py. ids outside [0, E) are filler and appear in no tile.
 DEVICE Work sort_work(const int* ids, int T, int top_k, int E, unsigned char* memory) {
   const int P = T * top_k, lane = threadIdx.x & 31, warp = threadIdx.x / 32, words = (T + 31) / 32;
   Work work;
