@@ -160,7 +160,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def nodes(text: str) -> int | str:
-    return text if text == config.AUTO else int(text)
+    """--budget of a command line: a number of nodes, or auto."""
+    if text == config.AUTO:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of nodes or {config.AUTO}, got {text!r}"
+        ) from None
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -112,7 +112,12 @@ def _optional(read: Read) -> Read:
 
 
 def _or_auto(read: Read) -> Read:
-    return lambda value, where: value if value == AUTO else read(value, where)
+    def either(value: object, where: str) -> Any:
+        if isinstance(value, str) and value != AUTO:
+            raise _wrong(where, f"a number of nodes or {AUTO}", value)
+        return value if value == AUTO else read(value, where)
+
+    return either
 
 
 def _power_of_two(low: int, high: int) -> Read:

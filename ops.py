@@ -646,7 +646,10 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         """The sum over all ranks of fp32 [..], in their pairwise order: in one shot, for few."""
         x, most = self._partial("push_sum", x), _share_of(MOST_IN_ONE_SHOT, mail.size)
         if x.size > most:
-            raise UserError(f"push_sum: expected at most {most} values, got {x.size}")
+            raise UserError(
+                f"push_sum: expected at most {most} values, got {x.size}; push_for says what takes "
+                "them"
+            )
         out = self.empty(x.shape)
         grid = (min(mail.blocks, ceil(x.size, 2 * THREADS)),)
         self._launch(
@@ -662,7 +665,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         if x.size > MOST_IN_TWO_SHOTS or x.size % (4 * size):
             raise UserError(
                 f"push_sum_slices: expected a multiple of {4 * size}, at most {MOST_IN_TWO_SHOTS} "
-                f"values, got {x.size}"
+                f"values, got {x.size}; push_for says what takes them"
             )
         out = self.empty(x.shape)
         # Every block fences: half as many blocks are faster for many values.
@@ -907,7 +910,10 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         )
         taps = self._take(op, "taps", taps, self.act, n, None, aligned=True) if tapped else total
         if first + k > taps.shape[1]:
-            raise UserError(f"{op}: columns {first} to {first + k} of taps of {taps.shape[1]}")
+            raise UserError(
+                f"{op}: columns {first} to {first + k} were asked for, taps have {taps.shape[1]}; "
+                "make them wider"
+            )
         self._launch_rows(
             op, k, n, 1, x, y, weight, total, out, taps, k, taps.shape[1], first, int(tapped),
             np.float32(1.0 / k), eps,

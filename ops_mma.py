@@ -533,7 +533,9 @@ class AttentionWork:
 class TensorCoreAttention:
     """Attention of bfloat16 activations on tensor cores: a part of CudaOps."""
 
-    def _variant(self, shape: AttentionShape, column_tiles: int) -> tuple[ColumnTile, int, int]:
+    def _variant(
+        self, shape: AttentionShape, column_tiles: int
+    ) -> tuple[ColumnTile, int, int] | None:
         """For so many column tiles: (variant, stages, shared bytes), or None where none fits."""
         most = self.launcher.limits.shared_bytes
         enough = next(t.tiles for t in COLUMN_TILES if column_tiles <= t.most)
@@ -610,7 +612,7 @@ class TensorCoreAttention:
         n, heads, kv_heads = len(q) // blocks, q.shape[1], kv.shape[2]
         column_tiles = ceil(n * (heads // kv_heads), 8)
         all_tiles = blocks * kv_heads * column_tiles
-        tile, _, need = self._variant(shape, column_tiles)
+        tile, *_ = self._variant(shape, column_tiles)
         limits, column_parts = self.launcher.limits, ceil(column_tiles, tile.tiles)
         need = shape.shared_bytes(tile.tiles, stages=1)
         at_once = max(1, min(2, limits.shared_bytes // need)) * limits.processors

@@ -203,7 +203,7 @@ def test_a_step_in_parts(device, more, house, monkeypatch, capsys):
     assert float(rows[0]["drafter"]) == 0 < float(rows[1]["drafter"]) < float(rows[1]["µs"])
 
 
-# ---- --profile ---------------------------------------------------------------------------------
+# ---- a prompt in pieces ------------------------------------------------------------------------
 
 
 def test_prompts_in_pieces(house, tmp_path, capsys):
@@ -216,6 +216,9 @@ def test_prompts_in_pieces(house, tmp_path, capsys):
     assert all(row["identical"] == "yes" and row["tok/s"] > 0 for row in rows)
     assert bench.main([*argv, "30", "--rows", "8"]) == 2
     assert "expected divisors of --contexts 30" in capsys.readouterr().err
+
+
+# ---- --profile ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", ("cpu", "emulate"))
