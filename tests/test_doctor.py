@@ -157,8 +157,24 @@ def test_an_operation_that_is_off_fails(made, capsys, monkeypatch):
         doctor.ReferenceOps, "add", lambda self, x, y: self.round(x + y * np.float32(1.01))
     )
     code, found = page(capsys, settings_of(made))
+    bad = [text for mark, text in found["operations"] if mark == "FAIL"]
+    assert code == 1 and len(bad) == 2  # the fused one has the error too
+    assert bad[0].startswith("add_rms_norm (2, 64, None): off by")
+    assert bad[1].startswith("add (2, 64): off by")
+
+
+def test_an_operation_with_other_bits_fails(made, capsys, monkeypatch):
+    """What stands for two operations must have their bits, however near it is."""
+    fused = doctor.ReferenceOps.add_rms_norm
+
+    def near(self, *given):
+        total, normed = fused(self, *given)
+        return total, normed * np.float32(1 + 2.0**-22)
+
+    monkeypatch.setattr(doctor.ReferenceOps, "add_rms_norm", near)
+    code, found = page(capsys, settings_of(made))
     [bad] = [text for mark, text in found["operations"] if mark == "FAIL"]
-    assert code == 1 and bad.startswith("add (2, 64): off by")
+    assert code == 1 and bad.startswith("add_rms_norm (2, 64, None): other bits than")
 
 
 def test_the_command_line(made, tmp_path, capsys):
