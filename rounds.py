@@ -81,8 +81,24 @@ class _Flight:
     read: Callable[[], _Read]
 
 
+class _Outputs(NamedTuple):
+    """What a round leaves behind, on the device.
+
+    tokens, rows  int32 [b, depth + 1];  counts int32 [b];  logits fp32 [b * budget, V]
+    scores, depths, sizes  of the larger trees (Scored), or None
+    """
+
+    tokens: object
+    counts: object
+    scores: object
+    depths: object
+    sizes: object
+    rows: object
+    logits: object
+
+
 class _Read(NamedTuple):
-    """What a round leaves behind, on the host; logits and rows where they are wanted."""
+    """The same on the host; logits and rows where they are wanted. seconds: of the device."""
 
     tokens: np.ndarray
     counts: np.ndarray
@@ -241,15 +257,16 @@ class Rounds:
             self.tables_sent = tables.copy()
             self.ops.refill(self.state.tables, tables)
 
-    def _reader(self, outputs: tuple, wanted: bool, begin) -> Callable[[], _Read]:
-        tokens, counts, scores, depths, sizes, rows, logits = outputs
-        scored = () if scores is None else (scores, depths, sizes)
+    def _reader(self, made: _Outputs, wanted: bool, begin) -> Callable[[], _Read]:
+        there = made.scores is not None
+        scored = (made.scores, made.depths, made.sizes) if there else ()
         end = self.ops.launcher.mark()
-        fetch = self.ops.fetch((tokens, counts, *scored, *((rows, logits) if wanted else ())))
+        bits = (made.rows, made.logits) if wanted else ()
+        fetch = self.ops.fetch((made.tokens, made.counts, *scored, *bits))
 
         def read() -> _Read:
             tokens, counts, *rest = fetch()
-            scored = Scored(*rest[:3]) if scores is not None else None
+            scored = Scored(*rest[:3]) if there else None
             rows, logits = rest[-2:] if wanted else (None, None)
             seconds = self.ops.launcher.between(begin, end)
             return _Read(tokens, counts, logits, rows, scored, seconds)
@@ -258,13 +275,8 @@ class Rounds:
 
     # -- the device's side: nothing here looks at a value, uploads or waits
 
-    def round(self, choice: Choice, b: int, penalised: bool, sampled: bool) -> tuple:
-        """One round over the first b places -> (tokens, counts, scores, depths, sizes, rows,
-        logits), device arrays.
-
-        tokens, rows  int32 [b, depth + 1];  counts int32 [b];  logits fp32 [b * budget, V]
-        scores, depths, sizes  of the larger trees (Scored), or None
-        """
+    def round(self, choice: Choice, b: int, penalised: bool, sampled: bool) -> _Outputs:
+        """One round over the first b places."""
         o, state, depth, budget = self.ops, self.state, self.depth, choice.budget
         roots, slots, limits = self.roots[:b], self.slots[:b], self.limits[:b]
         trees, whole = self.trees(choice, b, sampled)
@@ -291,7 +303,7 @@ class Rounds:
         roots[...] = walks.roots
         limits -= walks.counts
         scored = (None,) * 3 if whole is None else (whole.scores, whole.depths, whole.sizes)
-        return walks.tokens, walks.counts, *scored, walks.rows, forward.logits
+        return _Outputs(walks.tokens, walks.counts, *scored, walks.rows, forward.logits)
 
     def trees(self, choice: Choice, b: int, sampled: bool = False) -> tuple:
         """The round's trees, and the larger ones whose scores are wanted or None."""
