@@ -105,6 +105,8 @@ def table(arguments) -> list[dict]:
 
 
 def of_context(engine: Engine, context: int, arguments) -> list[dict]:
+    """A row a mode, behind a prompt of so many drawn ids. UserError where plain decoding fails, or
+    where its text has too few ids for scripts to be told apart."""
     vocab, block = engine.dims.vocab_size, engine.drafter.dims.block_size
     prompt = np.random.default_rng(context).integers(0, vocab, context).tolist()
     params = SamplingParams(

@@ -114,6 +114,7 @@ class Costs:
         return self.scaled[choice, b]
 
     def scale(self, choice: Choice, b: int) -> float:
+        """Seconds of verifying the rows of all, between those measured, and of drafting once."""
         plain, *drafts = sorted((c.budget, seconds) for c, seconds in self.measured.items())
         drafting = max(drafts[0][1] - plain[1], 0.0) if drafts else 0.0
         rows, seconds = zip(plain, *((n, s - drafting) for n, s in drafts), strict=True)

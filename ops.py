@@ -36,6 +36,7 @@ from launchers import (
     Captured,
     CudaLauncher,
     Defines,
+    Limits,
     ceil,
 )
 from ops_mma import (
@@ -504,10 +505,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
                 f"({limits.max_grid}); use fewer rows in one forward"
             )
         if shared_bytes > limits.shared_bytes:
-            raise UserError(
-                f"{kernel}: needs {shared_bytes} bytes of shared memory, a block on {limits.name} "
-                f"has {limits.shared_bytes}; use a smaller decode.leaf"
-            )
+            raise _too_large(kernel, shared_bytes, limits)
         function = self._function(section, kernel, defines, shared_bytes)
         cast = tuple(_scalar(kernel, a) for a in args)
         try:
@@ -547,15 +545,10 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         self, model: config.Model, drafter: config.Drafter | None, leaf: int, budget: int
     ) -> None:
         """Raise UserError, before any weight is loaded, naming a kernel that does not fit here."""
-        most = self.launcher.limits.shared_bytes
-        tensor = {name: getattr(self, name) for name in TENSOR}
+        limits, tensor = self.launcher.limits, {name: getattr(self, name) for name in TENSOR}
         for kernel, need in shared_needs(model, drafter, leaf, budget, **tensor).items():
-            if need > most:
-                raise UserError(
-                    f"{kernel}: needs {need} bytes of shared memory for this model, a block on "
-                    f"{self.launcher.limits.name} has {most}; "
-                    f"{INSTEAD.get(kernel, 'lower decode.leaf')}"
-                )
+            if need > limits.shared_bytes:
+                raise _too_large(kernel, need, limits)
 
     def scratch_bytes(
         self, model: config.Model, rows: int, logits: int, reach: int, leaf: int, span: int
@@ -1700,6 +1693,15 @@ def rope_table(rope: config.Rope, dim: int, positions: int) -> tuple[np.ndarray,
     return (
         (np.cos(angles) * amplitude).astype(np.float32),
         (np.sin(angles) * amplitude).astype(np.float32),
+    )
+
+
+def _too_large(kernel: str, need: int, limits: Limits) -> UserError:
+    """Of a kernel, or of one of its variants (_NT or _NT_MW behind its name)."""
+    instead = INSTEAD.get(re.sub(r"(_\d+)+$", "", kernel), "lower decode.leaf")
+    return UserError(
+        f"{kernel}: needs {need} bytes of shared memory, a block on {limits.name} has "
+        f"{limits.shared_bytes}; {instead}"
     )
 
 

@@ -57,7 +57,7 @@ TWO_SHOT_BYTES = 1 << 18  # from here on each rank adds a part of the sum instea
 # Deaths are noticed by the host at once; this is for a rank that lives and does not come, and long
 # enough for one that still compiles what the others have in their cache.
 PATIENCE_S = 60.0
-OFFER_BYTES = 1024
+OFFER_BYTES = 1024  # of what a rank says to all others in `_exchange`, at most
 
 
 class RankFailed(RuntimeError):
