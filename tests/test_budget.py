@@ -100,10 +100,11 @@ class TestCosts:
                     costs.saw(choice, 1, times * self.costs().expected(choice, 1))
         assert costs.of(tree, 1) / costs.of(plain, 1) == pytest.approx(2 * 4.4 / 1.1, rel=0.15)
         costs = self.costs()
-        for _ in range(40):  # all has become slower: nothing is learned of the others
+        for _ in range(40):  # all has become slower: little is learned of this choice
             costs.saw(tree, 1, 2 * 4.4)
         assert costs.of(tree, 1) == pytest.approx(2 * 4.4, rel=0.05)
-        assert costs.of(tree, 1) / costs.of(plain, 1) == pytest.approx(4, rel=0.7)
+        # The first four rounds are taken for the choice's own, each for 1 / 22 of what it is off.
+        assert 4 <= costs.of(tree, 1) / costs.of(plain, 1) <= 4 * 2 ** (4 / 22)
 
     def test_a_hitch_is_not_believed(self):
         costs = self.costs()
