@@ -205,7 +205,7 @@ class Doctor:
         engine = self.engine
         if isinstance(engine.ops, ReferenceOps):
             alone = self.settings.tp.only_rank is not None
-            need = {"weights": _host_bytes(engine) * (1 if alone else self.settings.tp.size)}
+            need = {"weights": engine.host_bytes() * (1 if alone else self.settings.tp.size)}
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         else:
             need, free = engine.forecast(), engine.ops.launcher.free_bytes()
@@ -418,17 +418,6 @@ def _version(number: int) -> str:
 def _range(sizes: list[int]) -> str:
     low, high = min(sizes) / GIB, max(sizes) / GIB
     return f"{low:.2f}" if high - low < 0.005 else f"{low:.2f} to {high:.2f}"
-
-
-def _host_bytes(engine: Engine) -> int:
-    """What the CPU backend holds of this rank: dense weights as float32, INT4 as it decides."""
-    total = 0
-    for plan in (engine.plan, engine.draft_plan):
-        for slot in plan.slots if plan else ():
-            packed = slot.dtype == np.int32
-            widening = 1 if packed else 4 // slot.dtype.itemsize
-            total += slot.bytes * (8 if packed and engine.ops.unpack else widening)
-    return total
 
 
 Shapes = Iterator[tuple[str, Callable, tuple]]  # name, case, shape

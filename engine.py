@@ -201,6 +201,8 @@ class Engine:
         if hasattr(self.ops, "check_fit"):
             self.ops.check_fit(self.dims, draft_dims, decode.leaf, self.settings.draft.most)
             self.check_memory()
+        else:
+            self.check_host_memory()
         common = dict(context=decode.context, span=decode.span)
         self.model = Model(
             self.dims,
@@ -279,6 +281,28 @@ class Engine:
             raise UserError(
                 f"{launcher.limits.name}: {free / 2**30:.2f} GiB of memory are free, "
                 f"{sum(need.values()) / 2**30:.2f} are needed ({parts}); {lower}"
+            )
+
+    def host_bytes(self) -> int:
+        """What the CPU backend holds of this rank's weights: dense ones as float32, INT4 as it
+        decides."""
+        total = 0
+        for plan in (self.plan, self.draft_plan):
+            for slot in plan.slots if plan else ():
+                packed = slot.dtype == np.int32
+                widening = 1 if packed else 4 // slot.dtype.itemsize
+                total += slot.bytes * (8 if packed and self.ops.unpack else widening)
+        return total
+
+    def check_host_memory(self) -> None:
+        """Raise UserError where this machine could not hold the weights even if it were empty."""
+        ranks = self.comm.local_size if self.comm is not None else 1
+        need, whole = ranks * self.host_bytes(), os.sysconf("SC_PHYS_PAGES")
+        whole *= os.sysconf("SC_PAGE_SIZE")
+        if need > whole:
+            raise UserError(
+                f"this machine has {whole / 2**30:.2f} GiB of memory, the weights need "
+                f"{need / 2**30:.2f} on a CPU; use a machine with GPUs (--device cuda)"
             )
 
     def use(self, mode: str, budget: int | str) -> None:

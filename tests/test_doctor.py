@@ -128,7 +128,7 @@ def test_a_missing_tensor_fails_the_plan(made, capsys):
 
 
 def test_every_rank_is_planned(made, capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "_host_bytes", lambda engine: 1 << 60)
+    monkeypatch.setattr(doctor.Engine, "host_bytes", lambda _: 1 << 60)
     settings = settings_of(made, tp=config.TensorParallel(size=2))
     code, found = page(capsys, settings)
     assert "2 rank(s)" in only(found, "plan", "ok")

@@ -87,6 +87,18 @@ def test_memory_is_forecast_before_weights_are_read(device, tmp_path, monkeypatc
         assert str(caught.value).endswith(advice), (settings, caught.value)
 
 
+def test_weights_that_no_cpu_here_can_hold_are_not_read(tmp_path, monkeypatch) -> None:
+    directory = toy.write_checkpoint(tmp_path / "toy", drafter={})
+    need = toy.engine_of(directory, drafter=True).host_bytes()
+    sizes = {"SC_PHYS_PAGES": need - 1, "SC_PAGE_SIZE": 1, "SC_AVPHYS_PAGES": 1 << 30}
+    monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="GiB of memory, the wei"):
+        patch.setattr(engine.loader, "stream_target", None)  # not called
+        toy.engine_of(directory, drafter=True)
+    sizes["SC_PHYS_PAGES"] = need
+    toy.engine_of(directory, drafter=True)
+
+
 @KERNELS
 def test_i5_every_kernel_fits_a_small_block_or_is_named(device, tmp_path, monkeypatch) -> None:
     """As on sm_120: K2.6 fits with every tree; what would not is named before weights are read; and
