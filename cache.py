@@ -203,6 +203,18 @@ class LatentCache:
         self.roll_back(slot, 0)
         self.free_slots.append(slot)
 
+    def abandon(self) -> None:
+        """Give back all slots, also where an interrupt has left a change half done. Known pages
+        stay, those that were not quite made known or forgotten do not."""
+        slots, known = len(self.lengths), self._known
+        self.lengths[:], self.tables[:] = 0, 0
+        self.held, self._chains = [0] * slots, [[] for _ in range(slots)]
+        for node in (self._root, *known.values()):
+            node.users = 0
+            node.children = {t: k for t, k in node.children.items() if known.get(k.page) is k}
+        self.free_slots = list(range(slots))[::-1]
+        self.free_pages = [page for page in range(self.n_pages)[::-1] if page not in known]
+
     def forget_idle(self) -> None:
         """Give up all known pages in nobody's use: the next prompt is computed, not found."""
         while idle := [k for k in self._known.values() if k.users == 0 and not k.children]:

@@ -184,6 +184,7 @@ class Engine:
         self.arrivals = 0
         self.autos: dict[int, Auto] = {}  # by the drafter's depth
         self.auto: Auto | None = None  # of them, the one that chooses now
+        self.changing = False  # a step or a cancellation is under way, or was interrupted
         self.lock = threading.Lock()
         self.debug_kernels = debug_kernels
         self.ranks, self.comm = comm, None  # `load` brings them together
@@ -394,12 +395,30 @@ class Engine:
 
         Raises DeviceFault where a kernel fails: the engine cannot be used after it.
         """
+        self.begin_change()
         try:
             choice = choice or self.choose()
             self.order("step", choice)
-            return self.round(choice)
+            got = self.round(choice)
+            self.changing = False
+            return got
         except self.ops.faults as error:
             raise self.ops.fault(error, "this step") from error
+
+    def begin_change(self) -> None:
+        """Before slots and lines change. Where the last change was interrupted, all live sequences
+        go back in line, and will compute the same bits again."""
+        if self.changing and self.comm is None:  # of several ranks none goes on
+            live = {s.arrival: s for s in (*self.running, *self.waiting)}
+            for sequence in live.values():
+                sequence.slot = -1
+                sequence.finished = time.perf_counter()  # those that go on will say it again
+            left = sorted(n for n, s in live.items() if s.finish_reason is None)
+            self.running, self.waiting = [], deque(live[n] for n in left)
+            if self.rounds is not None:
+                self.rounds.flight = None
+            self.cache.abandon()
+        self.changing = True
 
     def round(self, choice: Choice) -> list[Sequence]:
         if self.rounds is not None and (got := self.recorded(choice)) is not None:
@@ -471,10 +490,11 @@ class Engine:
             try:
                 return self.cache.reserve(sequence.slot, self.room(sequence))
             except CacheFull:
-                youngest = self.running.pop()
+                youngest = self.running[-1]
+                self.waiting.appendleft(youngest)  # before it leaves: an interrupt loses nobody
+                self.running.pop()
                 self.cache.free(youngest.slot)
                 youngest.slot = -1
-                self.waiting.appendleft(youngest)
 
     def admit(self, sequence: Sequence) -> bool:
         """Give the sequence a slot, the known pages of its prefix, and pages for the rest."""
@@ -486,8 +506,8 @@ class Engine:
         except CacheFull:
             self.cache.free(slot)
             return False
-        sequence.slot = slot
         self.running.append(sequence)
+        sequence.slot = slot
         return True
 
     def ready(self) -> list[Sequence]:
@@ -784,12 +804,13 @@ class Engine:
     def drop(self, arrival: int) -> None:
         """End the live request of this number."""
         self.order("drop", arrival)
+        self.begin_change()
         live = (s for s in (*self.running, *self.waiting) if s.arrival == arrival)
-        if (sequence := next(live, None)) is None:
-            return  # another engine's
-        # A step that was interrupted may have ended the text and not got to giving back its slot.
-        sequence.finish_reason = sequence.finish_reason or "cancelled"
-        self.retire(sequence)
+        if (sequence := next(live, None)) is not None:  # else another engine's
+            # An interrupted step may have ended the text and not got to giving back its slot.
+            sequence.finish_reason = sequence.finish_reason or "cancelled"
+            self.retire(sequence)
+        self.changing = False
 
     def advance(self, sequence: Sequence) -> None:
         """One step, unless another thread has meanwhile ended the sequence."""

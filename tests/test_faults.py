@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ import engine
 import launchers
 import ops
 from config import UserError
+from sampling import SamplingParams
 from tests import toy
 from tests.conftest import launcher
 
@@ -97,6 +99,52 @@ def test_weights_that_no_cpu_here_can_hold_are_not_read(tmp_path, monkeypatch) -
         toy.engine_of(directory, drafter=True)
     sizes["SC_PHYS_PAGES"] = need
     toy.engine_of(directory, drafter=True)
+
+
+def test_interrupts_at_any_line_leave_nothing_behind(tmp_path) -> None:
+    """Ctrl-C between any two lines of a step or a cancellation: what is live goes on to its own
+    tokens, and no slot or page is lost or given twice."""
+    made = toy.toy_engine(tmp_path, drafter={}, batch=2, pages=6)
+    prompts, params = [[1, 2, 3], [7] * 17, [9] * 16, [5] * 33], SamplingParams(max_tokens=20)
+    want = [made.generate([p], params)[0].token_ids for p in prompts]
+    made.use("tree", config.AUTO)
+    files = tuple(str(ROOT / name) for name in ("engine.py", "cache.py"))
+    lines, last = 0, 0
+
+    def trace(frame, event, _):
+        nonlocal lines
+        if event == "line" and (lines := lines + 1) == last:
+            raise KeyboardInterrupt
+        return trace if frame.f_code.co_filename in files else None
+
+    def traced(work) -> None:
+        nonlocal lines
+        lines = 0
+        sys.settrace(trace)
+        try:
+            work()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+
+    for turn in range(80):
+        live = [made.submit(p, params) for p in prompts]
+        last = 1 + 67 * turn % 1500
+        traced(lambda: [made.step() for _ in range(30)])
+        last = 1 + turn % 40
+        unwanted = live[turn % 4]
+        traced(partial(made.cancel, unwanted))
+        made.cancel(unwanted)
+        for _ in range(200):
+            made.step()
+        assert all(s.finish_reason for s in live), last
+        for sequence, ids in zip(live, want, strict=True):
+            n = len(ids) if sequence.finish_reason != "cancelled" else sequence.n_emitted
+            assert sequence.emitted == ids[:n]
+        assert sorted(made.cache.free_slots) == [0, 1]
+        assert made.cache.available == made.cache.n_pages
+        assert len(set(made.cache.free_pages)) == len(made.cache.free_pages)
 
 
 @KERNELS
