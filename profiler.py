@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from config import UserError
 from engine import Engine
 from request import Sequence
-from rounds import penalised, sampled
+from rounds import Rounds, penalised, sampled
 from sampling import SamplingParams
 
 WARM = 8  # tokens of a text before anything is measured
@@ -115,14 +115,29 @@ def recorded(engine: Engine, sequence: Sequence) -> Profile:
         parts.append(Part(kernel, len(mine), seconds_of(ops, mine, turns)))
     rounds.flight = None  # the text goes on from here
     median = statistics.median(took)
-    before, began = sequence.steps, time.perf_counter()
-    while sequence.finish_reason is None:
-        engine.advance(sequence)
-    wall = (time.perf_counter() - began) / max(sequence.steps - before, 1)
+    apart = between(engine, sequence)
     same = engine.auto is None  # else the rounds were of several sizes
     what = f"{choice.mode} of {rounds.key(choice, 1, False)[0].budget} nodes at position "
     what += f"{len(sequence.prompt) + WARM}, {ops.launcher.limits.name}"
-    return Profile(parts, median, wall - median if same else 0.0, what)
+    return Profile(parts, median, apart if same else 0.0, what)
+
+
+def between(engine: Engine, sequence: Sequence) -> float:
+    """Seconds a round, over the rest of the text, in which the device had none to work on."""
+    rounds, worked = engine.rounds, []
+
+    def step(*arguments):
+        done = Rounds.step(rounds, *arguments)
+        worked.append(0.0 if done is None else done.seconds)
+        return done
+
+    rounds.step, began = step, time.perf_counter()
+    try:
+        while sequence.finish_reason is None:
+            engine.advance(sequence)
+    finally:
+        del rounds.step  # the method is there again
+    return (time.perf_counter() - began - sum(worked)) / max(len(worked), 1)
 
 
 def launched(ops, run: Callable[[], tuple]) -> list:
