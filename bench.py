@@ -48,6 +48,7 @@ DEFAULTS = {  # of an argument: what it is for, and for all else
     "contexts": {"prefill": [4096], "": [1000]},
 }
 NOISE = 0.04  # of a figure: clocks differ by so much between runs
+TINY = 1e-9
 PROMPT = "import os\n\n\nclass Cache:\n    def __init__(self, size):\n"
 
 
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--prompts", type=int, default=100, help="of acceptance: so many of the file")
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="of acceptance")
     add("--temperature", type=float, default=1.0, help="of step (%(default)s)")
-    add("--contexts", type=int, nargs="+", help="tokens of the prompt: of step 1000, prefill 4096")
+    add("--contexts", type=int, nargs="+", help="tokens of the prompt: of step 1000, prefill 1024")
     add("--seeds", type=int, default=1, help="of acceptance, for each sampled prompt")
     add("--batch", type=int, default=8, help="of acceptance: sequences decoded together")
     add("--op", nargs="+", help="of ops: only those whose name has one of these words")
@@ -144,12 +145,16 @@ def changes(before: list[dict], now: list[dict]) -> list[dict]:
                 continue
             ratio = values[1] / values[0]
             apart = abs(ratio - 1) > NOISE
-            if measure == names_spread(row):
+            if names_spread(row) is not None:  # its figure's, or as wide for the others of the row
                 spreads = [limits(r.get("spread")) for r in (old, row)]
                 if None in spreads:
                     raise UserError('--against: a "spread" is not what --json writes')
                 (low, high), (least, most) = spreads
-                apart &= high < least or most < low
+                wide = max(high / max(low, TINY), most / max(least, TINY))
+                if measure == names_spread(row):
+                    apart &= high < least or most < low
+                else:
+                    apart &= not 1 / wide < ratio < wide
             verdict = "better" if (ratio > 1) == (better > 0) else "worse"
             rows.append(
                 {**dict(zip(names, key, strict=True)), "of": measure, "was": values[0],

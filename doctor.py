@@ -21,7 +21,7 @@ import loader
 import parallel
 from config import UserError
 from engine import Engine
-from reference import Int4Weight, ReferenceOps, unpack_int4
+from reference import Int4Weight, ReferenceOps, free_memory, unpack_int4
 from sampling import SamplingParams
 
 GIB = 2**30
@@ -103,8 +103,8 @@ class Doctor:
     # -- the machine
 
     def machine(self) -> Looks:
-        page = os.sysconf("SC_PAGE_SIZE")
-        total, free = (os.sysconf(f"SC_{n}_PAGES") * page / GIB for n in ("PHYS", "AVPHYS"))
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+        free = free_memory() / GIB
         yield (
             "ok",
             f"{platform.system()} {platform.release()} {platform.machine()}, {os.cpu_count()} CPUs,"
@@ -206,7 +206,7 @@ class Doctor:
         if isinstance(engine.ops, ReferenceOps):
             alone = self.settings.tp.only_rank is not None
             need = {"weights": engine.host_bytes() * (1 if alone else self.settings.tp.size)}
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            free = free_memory()
         else:
             need, free = engine.forecast(), engine.ops.launcher.free_bytes()
         total = sum(need.values())

@@ -40,7 +40,7 @@ from cache import CacheFull, LatentCache
 from config import UserError
 from drafter import Drafter
 from model import Batch, Forward, Model
-from reference import ReferenceOps
+from reference import ReferenceOps, free_memory
 from request import Result, Round, Sequence
 from rounds import Rounds
 from sampling import SamplingParams, StopRule
@@ -890,7 +890,7 @@ def make_ops(
     # INT4 experts unpacked to fp32 once, where that leaves half of the free memory.
     moe_layers = sum(layer.kind == "moe" for layer in dims.layers)
     expert = 3 * dims.moe_intermediate_size * dims.hidden_size * 4
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = free_memory()
     unpack = moe_layers * dims.n_routed_experts * expert < free // 2
     return ReferenceOps(activation, unpack=unpack)
 

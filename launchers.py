@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from config import UserError
+from reference import free_memory
 
 THREADS = 256  # of every block
 WARPS = THREADS // 32
@@ -377,7 +378,7 @@ class EmulatorLauncher:
         return both, both
 
     def free_bytes(self) -> int:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return free_memory()
 
     def trim(self) -> None:
         """Nothing is kept for later here."""

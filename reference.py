@@ -53,6 +53,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -436,6 +437,16 @@ def fold_leaves(
         total_value = span_value if total_value is None else total_value + span_value
         leaf = end
     return total_sum, total_value
+
+
+def free_memory() -> int:
+    """Bytes of the host's memory that a program can have, the page cache included."""
+    try:
+        with open("/proc/meminfo") as file:
+            found = next(line for line in file if line.startswith("MemAvailable:"))
+        return 1024 * int(found.split()[1])
+    except (OSError, StopIteration):  # not told: what nothing uses
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 # ---- the operations ----------------------------------------------------------------------------

@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEVICES = ("cpu", "emulate", pytest.param("cuda", marks=pytest.mark.gpu))
 _ran: list[tuple[str, str, float]] = []  # node id, outcome, seconds of every test on a GPU
 _started = time.time()
+LONGEST = ("rounds", "parallel", "kernels_compile", "golden", "engine", "devices", "peers")
 
 
 @cache
@@ -71,6 +72,16 @@ def device(request) -> str:
 @pytest.fixture(params=("float32", "bfloat16"))
 def backend(device, request) -> Backend:
     return backend_of(device, request.param)
+
+
+def pytest_configure(config) -> None:
+    config.option.loadscopereorder = False  # pytest-xdist: files begin in the order collected
+
+
+def pytest_collection_modifyitems(items) -> None:
+    """The files that take longest begin first: two processes then end together."""
+    rank = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 
 
 def pytest_runtest_logreport(report) -> None:

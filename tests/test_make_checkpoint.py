@@ -347,3 +347,20 @@ def test_a_wrong_rank_or_size_is_one_error(made, tmp_path, capsys):
     path = out / "rank-0-of-2" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), loader.SHARD_KEY: {"rank": 2}}))
     refused(lambda: loader.open_checkpoint(path.parent), "kdtree_shard", "expected a rank")
+
+
+def test_what_was_made_runs_with_the_config_beside_it(tmp_path, capsys):
+    small = {**SMALL, "vocab_size": 1024, "num_hidden_layers": 2}
+    argv = [f"--set={key}={json.dumps(value)}" for key, value in small.items()]
+    assert make_checkpoint.main([str(tmp_path), *argv]) == 0
+    settings = config.load(capsys.readouterr().out.split()[-2])
+    engine = Engine(settings, "cpu")
+    [result] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert engine.drafter is not None and len(result.token_ids) == 4
+
+
+def test_a_key_that_nobody_publishes_is_refused(tmp_path, capsys):
+    assert make_checkpoint.main([str(tmp_path), "--set", "hidden_sizes=64"]) == 2
+    said = capsys.readouterr().err
+    assert "--set hidden_sizes" in said and "did you mean hidden_size?" in said
+    assert not list(tmp_path.iterdir())

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import difflib
 import json
 import math
 import os
@@ -306,6 +307,25 @@ def write_drafter(
     return d
 
 
+def write_settings(directory: Path, *, drafter: bool) -> Path:
+    """A config beside the checkpoint that runs it on one rank."""
+    path, draft = directory / "run.yaml", "\ndraft: {path: drafter}" if drafter else ""
+    kernels, decode = "{activation: bfloat16}", "{context: 1024, max_tokens: 64}"
+    path.write_text(f"model: {{path: .}}\nkernels: {kernels}{draft}\ndecode: {decode}\n")
+    return path
+
+
+def known(changes: dict) -> dict:
+    """Changes of the text config, after a look at their names."""
+    published = json.loads((PUBLISHED / "config.json").read_text())["text_config"]
+    for key in changes:
+        if key not in published:
+            near = difflib.get_close_matches(key, published, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise config.UserError(f"--set {key}: the published config.json has no such key{hint}")
+    return changes
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -342,11 +362,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         asked = {"num_hidden_layers": arguments.layers, "n_routed_experts": arguments.experts}
         asked = {key: value for key, value in asked.items() if value is not None}
-        asked |= changes(arguments.set)
+        asked |= known(changes(arguments.set))
         raw = write_target(arguments.out, asked, shards=arguments.shards, **options)
         if not arguments.no_drafter:
             own = changes(arguments.set_drafter)
             write_drafter(arguments.out / "drafter", raw["text_config"], own, **options)
+        settings = write_settings(arguments.out, drafter=not arguments.no_drafter)
+        print(f"made; now: python engine.py --config {settings} --doctor")
     except config.UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

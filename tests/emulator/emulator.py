@@ -586,7 +586,7 @@ class Module:
         macros = "".join(_macro(d) for d in defines)
         body = _rewrite_shared(source, self.name)
         text = f'#include "cuda_host.h"\n{macros}#line 1 "{self.name}"\n{body}\n'
-        flags = ["-DKDTREE_EMULATOR", "-fvisibility=hidden", *(HOOKS if self.checked else ["-O2"])]
+        flags = ["-DKDTREE_EMULATOR", "-fvisibility=hidden", *(HOOKS if self.checked else ["-O1"])]
         if "clang" not in _compiler():
             flags.append("-fno-gnu-unique")  # two modules may hold a template of one name
         text += _table(_kernels(source, defines))
