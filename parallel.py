@@ -242,6 +242,7 @@ class SocketComm:
         self._peers, self._processes = list(peers), list(processes)
         self._exchanges = 0
         self._noticed = threading.Event()  # somebody's end has been seen, by whatever thread
+        self._first = ""  # what was said of the first failure
         self._closed = False
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
         atexit.register(self._at_exit)
@@ -360,8 +361,10 @@ class SocketComm:
         return 0 if self.rank else self._peers.index(peer) + 1
 
     def _failure(self, peer: socket.socket, text: str) -> RankFailed:
+        """The first that was noticed: what fails after it, in cleaning up, fails because of it."""
         self._noticed.set()
-        return RankFailed(f"rank {self._rank_of(peer)}: {text}")
+        self._first = self._first or f"rank {self._rank_of(peer)}: {text}"
+        return RankFailed(self._first)
 
     def _gone(self, peer: socket.socket) -> RankFailed:
         """The error for a peer that has hung up: its last words, or how it died."""

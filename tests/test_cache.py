@@ -352,8 +352,8 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(
-    max_examples=60,
-    stateful_step_count=200,
+    max_examples=40,
+    stateful_step_count=120,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -128,7 +128,7 @@ def test_interrupts_at_any_line_leave_nothing_behind(tmp_path) -> None:
         finally:
             sys.settrace(None)
 
-    for turn in range(80):
+    for turn in range(50):
         live = [made.submit(p, params) for p in prompts]
         last = 1 + 67 * turn % 1500
         traced(lambda: [made.step() for _ in range(30)])

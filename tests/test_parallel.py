@@ -476,6 +476,19 @@ def test_ranks_on_gpus_need_nccl(monkeypatch):
         parallel.on_device(None, CUDA)
 
 
+def test_h1_the_first_error_is_what_is_said_of_all_that_follow():
+    """Cleaning up after a rank has failed meets only the end of its connection."""
+    ours, theirs = socket.socketpair()
+    zero = SocketComm(Seat(0, 2, 0, 2, None), [ours])
+    words = b"ValueError: the first mistake"
+    theirs.sendall(parallel._HEADER.pack(parallel._FAILED, 0, len(words)) + words)
+    theirs.close()
+    for _ in range(2):
+        with pytest.raises(parallel.RankFailed, match="rank 1: ValueError: the first mistake"):
+            zero.barrier()
+    zero.close(1)
+
+
 def test_ranks_that_take_different_steps_are_told_so():
     ours, theirs = socket.socketpair()
     zero, one = (SocketComm(Seat(r, 2, r, 2, None), [s]) for r, s in ((0, ours), (1, theirs)))

@@ -33,7 +33,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 COMMON = [
     *("-std=c++17", "-fPIC", "-w", "-fno-exceptions", "-fno-rtti", "-fno-stack-protector"),
-    "-gdwarf-4",  # addr2line of binutils 2.40 takes the wrong file from version 5
+    *("-gdwarf-4", "-g1"),  # lines alone; addr2line of binutils 2.40 takes the wrong file from 5 on
     "-ffp-contract=off",  # kernels name the operations they want fused
     *("-fno-strict-aliasing", "-fno-math-errno", "-fno-trapping-math"),
     "-U_FORTIFY_SOURCE",  # its longjmp refuses to leave a fiber
