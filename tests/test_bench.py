@@ -184,7 +184,7 @@ def test_what_is_not_asked_for(what, expected, monkeypatch):
 def test_a_step_in_parts(device, more, house, monkeypatch, capsys):
     if device == "emulate":
         if isinstance(launcher(device), str):
-            pytest.skip(launcher(device))
+            pytest.skip(launcher(device))  # its text says what the emulator lacks
         monkeypatch.setattr(bench_step, "REPEATS", 1)
         monkeypatch.setattr(bench_step, "SCRIPTS", bench_step.SCRIPTS[::3])
     argv = ["step", "--config", str(house / "fixed.yaml"), "--device", device, "--contexts", "20",
@@ -224,7 +224,7 @@ def test_prompts_in_pieces(house, tmp_path, capsys):
 @pytest.mark.parametrize("device", ("cpu", "emulate"))
 def test_a_profile_adds_up_to_the_step(device, house, capsys):
     if device == "emulate" and isinstance(launcher(device), str):
-        pytest.skip(launcher(device))
+        pytest.skip(launcher(device))  # as above
     argv = ["--config", str(house / "toy.yaml"), "--device", device, "--budget", "8",
             "--max-tokens", "14", "--profile", "--prompt", "hello"]  # fmt: skip
     assert engine.main(argv) == 0
