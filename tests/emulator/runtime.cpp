@@ -36,27 +36,24 @@ asm(R"(
 .hidden emulator_switch
 .type emulator_switch, @function
 emulator_switch:
-  popq %rdx
   pushq %rbp
   pushq %rbx
   pushq %r12
   pushq %r13
   pushq %r14
   pushq %r15
-  pushq %rdx
   movq %rsp, (%rdi)
   movq %rsi, %rsp
-  popq %rdx
   popq %r15
   popq %r14
   popq %r13
   popq %r12
   popq %rbx
   popq %rbp
-  jmpq *%rdx
+  ret
 .size emulator_switch, .-emulator_switch
 )");
-constexpr int FRAME_WORDS = 8, RETURN_WORD = 0;  // body() then starts as if it had been called
+constexpr int FRAME_WORDS = 8, RETURN_WORD = 6;  // body() then starts as if it had been called
 #elif defined(__aarch64__)
 asm(R"(
 .text
@@ -119,18 +116,18 @@ struct Copy { unsigned char* to; const unsigned char* from; int size, bytes; u32
 struct Warp;
 struct Block;
 
-struct Thread : ThreadView {
-  void* stack_pointer;
-  Address stack;  // lowest address
+struct alignas(64) Thread : ThreadView {  // what every switch needs comes first, in one or two lines of the cache
+  void* stack_pointer;  // none: it has not begun
   Warp* warp;
-  Block* home;
-  u32 id;
-  State state;
   // The warp operation this thread waits in.
+  u64 value;
   u32 mask;
   Collective op;
   u32 source, where;
-  u64 value;
+  State state;
+  u32 id;
+  Block* home;
+  Address stack;  // lowest address
   void* mbarrier;
   const char* file;
   int line;
@@ -145,6 +142,10 @@ struct Thread : ThreadView {
 struct Warp {
   Thread* lanes[32];
   u32 exist, alive, ready, waiting;  // bit masks of lanes; waiting: in a warp operation
+  // Of the first that waits; alike: the same for all that wait.
+  u32 mask;
+  Collective op;
+  bool alike;
   bool queued;
 };
 
@@ -503,8 +504,8 @@ static inline void make_ready(Thread& t) {
   enqueue(*t.warp);
 }
 
-static Thread* choose(Warp* w) {
-  if (!w->ready) {
+static inline Thread* choose(Warp* w) {
+  if (__builtin_expect(!w->ready, 0)) {
     do {
       if (ready_warps.empty()) return nullptr;
       const u32 i = draw(u32(ready_warps.size()));
@@ -520,7 +521,16 @@ static Thread* choose(Warp* w) {
   return w->lanes[lane];
 }
 
+static void body();
+static void frame(Thread& t) {
+  // Tops are spread over the cache's sets: equal low address bits would make all threads share one.
+  void** top = reinterpret_cast<void**>(t.stack + STACK - 64 - (t.id % 61) * 64) - FRAME_WORDS;
+  std::memset(static_cast<void*>(top), 0, FRAME_WORDS * sizeof(void*));
+  top[RETURN_WORD] = reinterpret_cast<void*>(&body);
+  t.stack_pointer = top;
+}
 static inline void resume(Thread* to, void** save) {
+  if (!to->stack_pointer) frame(*to);
   switches++;
   current = to;
   emulator_switch(save, to->stack_pointer);
@@ -542,6 +552,7 @@ void yield() {
   if (to != &t) resume(to, &t.stack_pointer);
 }
 
+// Returns in the thread that is chosen next, if that has not begun: it does so on this stack.
 static void leave() {
   Thread& t = me();
   Block& b = *t.home;
@@ -566,13 +577,17 @@ static void leave() {
   }
   Thread* to = choose(&w);
   if (!to) deadlock();
-  resume(to, &t.stack_pointer);
-  __builtin_unreachable();
+  if (to->stack_pointer) resume(to, &t.stack_pointer);
+  std::swap(t.stack, to->stack);
+  switches++;
+  current = to;
 }
 
 static void body() {
-  launch_.kernel->call(arguments);
-  leave();
+  for (;;) {
+    launch_.kernel->call(arguments);
+    leave();
+  }
 }
 
 // ---------------------------------------------------------------- barriers
@@ -591,34 +606,36 @@ static void release(Block& b) {
   }
 }
 
+[[noreturn]] static void some_left(const Block& b, const Thread& t) {
+  for (const Thread& other : b.threads_)
+    if (other.state == GONE) fail("waits in %s, which %s left the kernel without (%u of %u threads left)", (const char*)wait_name(t), (const char*)thread_name(other), b.gone, b.count);
+  std::abort();
+}
+[[noreturn]] static void divergent(const Block& b, const Thread& t) {
+  for (const Thread& other : b.threads_)
+    if (other.state == AT_BARRIER && &other != &t)
+      fail("divergent barrier: waits in %s, while %s waits in %s", (const char*)wait_name(t), (const char*)thread_name(other), (const char*)wait_name(other));
+  std::abort();
+}
+
 int block_barrier(int predicate, Collective op, const char* file, int line) {
   Thread& t = me();
   Block& b = *t.home;
   t.file = file;
   t.line = line;
   t.state = AT_BARRIER;
-  if (b.gone) {
-    for (const Thread& other : b.threads_)
-      if (other.state == GONE) fail("waits in %s, which %s left the kernel without (%u of %u threads left)", (const char*)wait_name(t), (const char*)thread_name(other), b.gone, b.count);
-  }
-  if (b.arrived && (b.line != line || b.op != op || b.file != file)) {
-    for (const Thread& other : b.threads_)
-      if (other.state == AT_BARRIER && &other != &t)
-        fail("divergent barrier: waits in %s, while %s waits in %s", (const char*)wait_name(t), (const char*)thread_name(other), (const char*)wait_name(other));
-  }
+  if (b.gone) some_left(b, t);
+  if (b.arrived && (b.line != line || b.op != op || b.file != file)) divergent(b, t);
   if (!b.arrived) b.votes = 0;
   b.line = line;
   b.file = file;
   b.op = op;
   b.votes += u32(predicate);
-  if (++b.arrived < b.count) {
-    wait(t);
-  } else {
+  if (++b.arrived == b.count) {
     b.arrived = 0;
-    // The last thread to arrive gets no head start.
     release(b);
-    wait(t);
   }
+  wait(t);  // also the last one to arrive: it gets no head start
   return op == ADD ? int(t.value) : op == AND ? t.value == b.count : t.value != 0;
 }
 
@@ -718,9 +735,13 @@ static void load_matrices(Warp& w) {
 }
 
 // All lanes of the mask are here: every lane's `value` becomes its result.
-static void finish(Warp& w, u32 mask, Collective op) {
+__attribute__((noinline)) static void finish(Warp& w, u32 mask, Collective op) {
   u64 in[32];
-  for (u32 m = mask; m; m &= m - 1) in[__builtin_ctz(m)] = w.lanes[__builtin_ctz(m)]->value;
+  for (u32 m = mask; m; m &= m - 1) {
+    Thread& t = *w.lanes[__builtin_ctz(m)];
+    in[t.lane] = t.value;
+    t.state = READY;
+  }
   u64 all = 0;
   switch (op) {
     case SYNC:
@@ -767,6 +788,28 @@ static void finish(Warp& w, u32 mask, Collective op) {
   for (u32 m = mask; m; m &= m - 1) w.lanes[__builtin_ctz(m)]->value = all;
 }
 
+[[noreturn]] static void missing_lane(const Warp& w, u32 lanes) {
+  const Thread& t = me();
+  const u32 lane = u32(__builtin_ctz(lanes));
+  fail("warp operation at @%x@ with mask 0x%08x names lane %u, which %s", t.where, t.mask, lane, w.exist >> lane & 1 ? "has left the kernel" : "the block does not have");
+}
+// A waiting lane that names this one must do the same; one that does not may join this operation later.
+__attribute__((noinline)) static void meet(const Warp& w, const Thread& t) {
+  for (u32 peers = w.waiting & t.mask; peers; peers &= peers - 1) {
+    const Thread& other = *w.lanes[__builtin_ctz(peers)];
+    if (other.mask == t.mask && other.op == t.op) break;
+    if (other.mask >> t.lane & 1)
+      fail("%s with mask 0x%08x at @%x@ meets a different one: %s waits in %s", t.op == SHUFFLE ? "shuffle" : "warp operation", t.mask, t.where, (const char*)thread_name(other), (const char*)wait_name(other));
+  }
+}
+__attribute__((noinline)) static bool all_alike(const Warp& w, const Thread& t, u32 need) {
+  for (u32 m = need; m; m &= m - 1) {
+    const Thread& other = *w.lanes[__builtin_ctz(m)];
+    if (other.mask != t.mask || other.op != t.op) return false;
+  }
+  return true;
+}
+
 u64 collective(unsigned mask, Collective op, u64 value, unsigned source) {
   Thread& t = me();
   Warp& w = *t.warp;
@@ -780,27 +823,19 @@ u64 collective(unsigned mask, Collective op, u64 value, unsigned source) {
   if (!(mask & bit)) fail("warp operation at @%x@ with mask 0x%08x, which leaves out the calling lane %u", t.where, mask, t.lane);
   // Lanes that a block of such a size never had may be named; `mma` and `ldmatrix` need them all.
   const u32 need = op >= MMA ? mask : mask & w.exist;
-  if (need & ~w.alive) {
-    const u32 lane = u32(__builtin_ctz(need & ~w.alive));
-    fail("warp operation at @%x@ with mask 0x%08x names lane %u, which %s", t.where, mask, lane, w.exist >> lane & 1 ? "has left the kernel" : "the block does not have");
-  }
-  // A waiting lane that names this one must do the same; one that does not may join this operation later.
-  for (u32 peers = w.waiting & mask; peers; peers &= peers - 1) {
-    const Thread& other = *w.lanes[__builtin_ctz(peers)];
-    if (other.mask == mask && other.op == op) break;
-    if (other.mask & bit)
-      fail("%s with mask 0x%08x at @%x@ meets a different one: %s waits in %s", op == SHUFFLE ? "shuffle" : "warp operation", mask, t.where, (const char*)thread_name(other), (const char*)wait_name(other));
+  if (need & ~w.alive) missing_lane(w, need & ~w.alive);
+  if (!w.waiting) {
+    w.mask = mask;
+    w.op = op;
+    w.alike = true;
+  } else if (!w.alike || w.mask != mask || w.op != op) {
+    w.alike = false;
+    meet(w, t);
   }
   w.waiting |= bit;
-  bool complete = (w.waiting & need) == need;
-  for (u32 m = need; complete && m; m &= m - 1) {
-    const Thread& other = *w.lanes[__builtin_ctz(m)];
-    complete = other.mask == mask && other.op == op;
-  }
-  if (complete) {
+  if ((w.waiting & need) == need && (w.alike || all_alike(w, t, need))) {
     finish(w, need, op);
     w.waiting &= ~need;
-    for (u32 m = need; m; m &= m - 1) w.lanes[__builtin_ctz(m)]->state = READY;
     w.ready |= need;
     enqueue(w);
   }
@@ -979,12 +1014,7 @@ static void prepare(Block& b, u32 linear, size_t first_stack) {
   for (u32 i = 0; i < b.count; i++) {
     Thread& t = b.threads_[i];
     t.stack = stack_of(first_stack + i);
-    // Tops are spread over the cache's sets: equal low address bits would make all threads share one.
-    void** top = reinterpret_cast<void**>(t.stack + STACK - 64 - (i % 61) * 64);
-    top -= FRAME_WORDS;
-    std::memset(static_cast<void*>(top), 0, FRAME_WORDS * sizeof(void*));
-    top[RETURN_WORD] = reinterpret_cast<void*>(&body);
-    t.stack_pointer = top;
+    t.stack_pointer = nullptr;
     t.state = READY;
     t.copies.clear();
     t.groups = 0;
