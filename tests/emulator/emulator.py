@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -24,7 +25,7 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,36 +128,72 @@ def _target(*parts: str) -> Path:
     return _cache() / f"{key}.so"
 
 
+def _once(target: Path, build: Callable[[], None]) -> None:
+    """Builds `target` where it is missing; of processes that want the same, one does and all wait."""
+    if target.exists():
+        return
+    lock = target.with_suffix(".lock")
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            if not target.exists():
+                build()
+        finally:
+            lock.unlink(missing_ok=True)  # who waits for it finds the target
+
+
+def _run(folder: Path, name: str, *arguments: str) -> None:
+    """The compiler in a folder; errors speak of `name`."""
+    command = [_compiler(), *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        shown = "\n".join(done.stderr.splitlines()[:30])
+        raise EmulatorError(f"{name} does not compile as host C++:\n{shown}")
+
+
+def _flags(*more: str) -> list[str]:
+    native = "-march=native" if platform.machine() == "x86_64" else "-mcpu=native"
+    include = ["-isystem", str(cuda_headers()), "-idirafter", str(HERE)]
+    return [*COMMON, native, *more, "-I", str(HERE), *include]
+
+
+def _header(flags: list[str]) -> list[str]:
+    """The options that find cuda_host.h as g++ has it after parsing, with the same flags."""
+    if "clang" in _compiler():
+        return []
+    folder = _target("cuda_host.h", *flags).with_suffix("")
+    target = folder / "cuda_host.h.gch"
+
+    def build() -> None:
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            source = ("-x", "c++-header", str(HERE / "cuda_host.h"))
+            _run(Path(made), "cuda_host.h", *flags, *source, "-o", "made.gch")
+            os.replace(Path(made) / "made.gch", target)
+
+    folder.mkdir(exist_ok=True)
+    _once(target, build)
+    return ["-I", str(folder)]
+
+
 def _build(target: Path, text: str, flags: list[str], link: list[str], name: str) -> None:
     """Compiles `text` into the library `target`; errors speak of `name`."""
-    compiler = _tools()[0]
-    native = "-march=native" if platform.machine() == "x86_64" else "-mcpu=native"
     with contextlib.ExitStack() as stack:
         if "--coverage" in flags:  # gcov needs the folder later
-            folder = str(target.with_suffix(""))
-            Path(folder).mkdir(exist_ok=True)
+            folder = target.with_suffix("")
+            folder.mkdir(exist_ok=True)
         else:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=_cache()))
-        (Path(folder) / "source.cpp").write_text(text)
-        include = ["-I", str(HERE), "-isystem", str(cuda_headers()), "-idirafter", str(HERE)]
-        flags = [*COMMON, native, *flags, f"-fdebug-prefix-map={folder}=.", *include]
-        for step in (
-            [*flags, "-c", "source.cpp", "-o", "object.o"],
-            ["-shared", "object.o", *link, "-o", "library.so", "-ldl"],
-        ):
-            done = subprocess.run([compiler, *step], cwd=folder, capture_output=True, text=True)
-            if done.returncode:
-                shown = "\n".join(done.stderr.splitlines()[:30])
-                raise EmulatorError(f"{name} does not compile as host C++:\n{shown}")
-        # Whole or not at all: another process may be looking.
-        os.replace(Path(folder) / "library.so", target)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=_cache())))
+        (folder / "source.cpp").write_text(text)
+        flags = [*flags, f"-fdebug-prefix-map={folder}=."]
+        _run(folder, name, *flags, "-c", "source.cpp", "-o", "object.o")
+        _run(folder, name, "-shared", "object.o", *link, "-o", "library.so", "-ldl")
+        os.replace(folder / "library.so", target)  # whole or not at all: others may be looking
 
 
 @functools.cache
 def _runtime() -> tuple[ctypes.CDLL, Path]:
-    path = _target("runtime")
-    if not path.exists():
-        _build(path, (HERE / "runtime.cpp").read_text(), ["-O2"], [], "runtime.cpp")
+    path, text = _target("runtime"), (HERE / "runtime.cpp").read_text()
+    _once(path, lambda: _build(path, text, _flags("-O2"), [], "runtime.cpp"))
     library = ctypes.CDLL(str(path))
     library.emulator_switches.restype = ctypes.c_ulonglong
     return library, path
@@ -562,8 +599,7 @@ class Module:
         self.checked = checked
         self.coverage = coverage
         self._path = _target(source, *defines, name, str(checked), str(coverage))
-        if not self._path.exists():
-            self._compile(_without_comments(source), defines)
+        _once(self._path, lambda: self._compile(_without_comments(source), defines))
         self._library = library = ctypes.CDLL(str(self._path))
         library.emulator_names.restype = ctypes.c_char_p
         self.static_bytes = library.emulator_static_bytes()
@@ -595,7 +631,8 @@ class Module:
             text += GCOV
             flags += ["--coverage", "-O1"]  # at -O2 lines lose their counts to each other
             link += ["--coverage"]
-        _build(self._path, text, flags, link, self.name)
+        flags = _flags(*flags)
+        _build(self._path, text, [*_header(flags), *flags], link, self.name)
 
     @property
     def names(self) -> tuple[str, ...]:
