@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from contextlib import suppress
 
@@ -25,16 +26,34 @@ PENALISED = SamplingParams(
 REQUESTS = [(list(range(5, 33)), SAMPLED), ([7, 7, 7], GREEDY), (list(range(40, 57)), PENALISED)]
 
 
-def make(tmp_path, monkeypatch, device, activation="float32", recorded=True, **settings):
-    kernels = ops.CudaOps(activation, launcher=launcher(device), poison=True)
-    monkeypatch.setattr(engine, "make_ops", lambda *_: kernels)
-    directory = tmp_path / "toy"
-    if not directory.exists():
-        toy.write_checkpoint(directory, drafter={})
-    made = toy.engine_of(directory, drafter=True, activation=activation, **settings)
-    if not recorded:
-        made.rounds = None
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    """Engines on one toy checkpoint; without `recorded` they take their own steps."""
+    directory = toy.write_checkpoint(tmp_path_factory.mktemp("rounds") / "toy", drafter={})
+
+    def made(device, activation="float32", recorded=True, **settings):
+        kernels = ops.CudaOps(activation, launcher=launcher(device), poison=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "make_ops", lambda *_: kernels)
+            one = toy.engine_of(directory, drafter=True, activation=activation, **settings)
+        if not recorded:
+            one.rounds = None
+        return one
+
     return made
+
+
+@pytest.fixture(scope="module")
+def plain(make):
+    """What plain decoding makes of REQUESTS, each alone, in the engine's own steps."""
+
+    @functools.cache
+    def results(device, activation="float32"):
+        one = make(device, activation, recorded=False)
+        one.use("ar", 1)
+        return [decode(one, [request])[0] for request in REQUESTS]
+
+    return results
 
 
 def decode(made, requests):
@@ -53,12 +72,12 @@ def assert_same(results, expected) -> None:
 
 
 @pytest.mark.parametrize("activation", ("float32", "bfloat16"))
-def test_rounds_give_the_bits_of_plain_steps(device, activation, tmp_path, monkeypatch) -> None:
-    """Every mode, alone and together, joins included: three requests in two places."""
-    plain = make(tmp_path, monkeypatch, device, activation, recorded=False)
-    plain.use("ar", 1)
-    expected = [decode(plain, [request])[0] for request in REQUESTS]
-    made = make(tmp_path, monkeypatch, device, activation, batch=2)
+def test_rounds_give_the_bits_of_plain_steps(device, activation, make, plain, monkeypatch) -> None:
+    """Every mode, alone and together, joins included: three requests in two places. The engine's
+    own steps give them with drafts, too."""
+    expected = plain(device, activation)
+    assert_same(decode(make(device, activation, recorded=False), REQUESTS), expected)
+    made = make(device, activation, batch=2)
     launched = []
     launch = made.rounds.launch
     monkeypatch.setattr(made.rounds, "launch", lambda *a: launched.append(a) or launch(*a))
@@ -69,11 +88,10 @@ def test_rounds_give_the_bits_of_plain_steps(device, activation, tmp_path, monke
     assert len(made.cache.free_slots) == 2
 
 
-def test_a_sequence_ends_and_others_go_on(device, tmp_path, monkeypatch) -> None:
+def test_a_sequence_ends_and_others_go_on(device, make, plain) -> None:
     """Rounds in flight are dropped for a request that was cancelled or has ended."""
-    plain = make(tmp_path, monkeypatch, device, recorded=False)
-    expected = decode(plain, REQUESTS[1:2])
-    made = make(tmp_path, monkeypatch, device, batch=2)
+    expected = plain(device)[1:2]
+    made = make(device, batch=2)
     gone = made.submit(*REQUESTS[0])
     stays = made.submit(*REQUESTS[1], keep_logits=True)
     while stays.n_emitted < 3:
@@ -85,20 +103,18 @@ def test_a_sequence_ends_and_others_go_on(device, tmp_path, monkeypatch) -> None
 
 
 @pytest.mark.parametrize("pages", (4, 3))
-def test_short_pages_fall_back_to_plain_steps(device, pages, tmp_path, monkeypatch) -> None:
+def test_short_pages_fall_back_to_plain_steps(device, pages, make, plain) -> None:
     """Two rounds ahead do not fit into the last pages; the text is the same. Three pages are fewer
     than a whole context takes."""
-    plain = make(tmp_path, monkeypatch, device, recorded=False)
-    expected = decode(plain, REQUESTS[:2])
-    made = make(tmp_path, monkeypatch, device, batch=2, pages=pages)
+    expected = plain(device)[:2]
+    made = make(device, batch=2, pages=pages)
     assert_same(decode(made, REQUESTS[:2]), expected)
 
 
-def test_an_interrupt_loses_no_tokens(device, tmp_path, monkeypatch) -> None:
+def test_an_interrupt_loses_no_tokens(device, make, plain, monkeypatch) -> None:
     """The round after the one whose reading is interrupted is under way and must be dropped."""
-    plain = make(tmp_path, monkeypatch, device, recorded=False)
-    expected = decode(plain, REQUESTS[1:2])
-    made = make(tmp_path, monkeypatch, device)
+    expected = plain(device)[1:2]
+    made = make(device)
     made.use("ar", 1)
     fetch, fetches = made.ops.fetch, []
 
@@ -124,11 +140,10 @@ def test_an_interrupt_loses_no_tokens(device, tmp_path, monkeypatch) -> None:
 
 
 def test_i4_recording_that_fails_is_said_and_plain_steps_go_on(
-    device, tmp_path, monkeypatch, caplog
+    device, make, plain, monkeypatch, caplog
 ) -> None:
-    plain = make(tmp_path, monkeypatch, device, recorded=False)
-    expected = decode(plain, REQUESTS)
-    made = make(tmp_path, monkeypatch, device)
+    expected = plain(device)
+    made = make(device)
 
     def refuse(run):
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -138,13 +153,10 @@ def test_i4_recording_that_fails_is_said_and_plain_steps_go_on(
     assert "not permitted" in caplog.text and not made.rounds.graphs
 
 
-def test_i4_recording_while_another_thread_waits_on_the_device(
-    device, tmp_path, monkeypatch
-) -> None:
+def test_i4_recording_while_another_thread_waits_on_the_device(device, make, plain) -> None:
     """The very first decode step is recorded, without warm-up, beside a waiting thread."""
-    plain = make(tmp_path, monkeypatch, device, recorded=False)
-    expected = decode(plain, REQUESTS)
-    made = make(tmp_path, monkeypatch, device)
+    expected = plain(device)
+    made = make(device)
     stop = threading.Event()
 
     def wait() -> None:
@@ -161,11 +173,10 @@ def test_i4_recording_while_another_thread_waits_on_the_device(
 
 
 @pytest.mark.parametrize("first, then", ((("ar", 1), ("tree", 8)), (("tree", 8), ("chain", 1))))
-def test_a_mode_changed_with_a_round_in_flight(device, first, then, tmp_path, monkeypatch) -> None:
+def test_a_mode_changed_with_a_round_in_flight(device, first, then, make, plain) -> None:
     """The new mode's graph is recorded only after the round in flight was read."""
-    plain = make(tmp_path, monkeypatch, device, recorded=False)
-    expected = decode(plain, REQUESTS[:2])
-    made = make(tmp_path, monkeypatch, device, batch=2)
+    expected = plain(device)[:2]
+    made = make(device, batch=2)
     sequences = [made.submit(p, params, keep_logits=True) for p, params in REQUESTS[:2]]
     for mode in [first] * 3 + [then] * 30:
         if any(s.finish_reason is None for s in sequences):
@@ -178,11 +189,10 @@ SEVERAL = (1, 4, 12)  # nodes: of plain decoding, fewer than the chain's 8, and 
 
 
 @pytest.mark.parametrize("batch", (1, 2))
-def test_budgets_that_change_every_round(device, batch, tmp_path, monkeypatch) -> None:
+def test_budgets_that_change_every_round(device, batch, make, plain, monkeypatch) -> None:
     """Whatever "auto" picks, round by round and with a round in flight: the same ids and bits."""
-    plain = make(tmp_path, monkeypatch, device, recorded=False)
-    expected = [decode(plain, [request])[0] for request in REQUESTS[:2]]
-    made = make(tmp_path, monkeypatch, device, batch=batch)
+    expected = plain(device)[:2]
+    made = make(device, batch=batch)
     made.use("tree", "auto")
     auto = made.auto
     auto.choices = tuple(c._replace(scored=12) for c in auto.choices if c.budget in SEVERAL)
@@ -203,11 +213,10 @@ def test_budgets_that_change_every_round(device, batch, tmp_path, monkeypatch) -
     assert all(auto.kinds[greedy].hopes.any() for greedy in (True, False))
 
 
-def test_rounds_are_measured_where_they_stand(device, tmp_path, monkeypatch) -> None:
+def test_rounds_are_measured_where_they_stand(device, make, plain) -> None:
     """Before the first round of "auto": every choice, of which nothing is seen in the text."""
-    plain = make(tmp_path, monkeypatch, device, recorded=False)
-    expected = decode(plain, REQUESTS)
-    made = make(tmp_path, monkeypatch, device)
+    expected = plain(device)
+    made = make(device)
     made.use("tree", "auto")
     made.auto.choices = tuple(
         c._replace(scored=12) for c in made.auto.choices if c.budget in (1, 8)
@@ -217,10 +226,9 @@ def test_rounds_are_measured_where_they_stand(device, tmp_path, monkeypatch) -> 
     assert {key[0] for key in made.rounds.graphs} >= set(made.auto.choices)
 
 
-def test_g1_huge_top_k_and_min_tokens_are_harmless(device, tmp_path, monkeypatch) -> None:
+def test_g1_huge_top_k_and_min_tokens_are_harmless(device, make) -> None:
     params = SamplingParams(temperature=1.0, seed=1, top_k=2**31, max_tokens=3, ignore_eos=True)
     late = SamplingParams(frequency_penalty=0.5, min_tokens=10**30)
-    plain = make(tmp_path, monkeypatch, device, recorded=False)
-    made = make(tmp_path, monkeypatch, device)
+    own, made = make(device, recorded=False), make(device)
     for asked in (params, late):
-        assert_same(decode(made, [([1, 2], asked)]), decode(plain, [([1, 2], asked)]))
+        assert_same(decode(made, [([1, 2], asked)]), decode(own, [([1, 2], asked)]))

@@ -129,7 +129,7 @@ def _target(*parts: str) -> Path:
 
 
 def _once(target: Path, build: Callable[[], None]) -> None:
-    """Builds `target` where it is missing; of processes that want the same, one does and all wait."""
+    """Builds `target` where it is missing; of processes that want it, one does and all wait."""
     if target.exists():
         return
     lock = target.with_suffix(".lock")
