@@ -489,7 +489,9 @@ def _drafter_shapes(m: config.Model, d: config.Drafter, tp, decode, lengths, cas
     size, rows = tp.ranks("o_proj"), OP_ROWS
     heads, kv_heads = d.num_attention_heads // size, max(1, d.num_key_value_heads // size)
     yield _product(cases, "drafter fc", d.hidden_size, len(d.target_layer_ids) * m.hidden_size)
-    yield "rope_halves", cases.rope_halves, (rows, min(heads, 8), d.head_dim)
+    few = min(heads, 8), min(kv_heads, 2), d.head_dim
+    yield "block_inputs", cases.block_inputs, ((KIND, KIND), rows, d.hidden_size, *few)
+    yield "put_context", cases.put_context, (KIND, rows, d.hidden_size, 2, *few[1:])
     yield "add", cases.add, (rows, d.hidden_size)
     shape = (
         heads, kv_heads, d.head_dim, decode.leaf, decode.span, lengths[:1], d.block_size,

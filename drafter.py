@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 import config
 from cache import LatentCache, Placed
 from model import Model
@@ -18,9 +20,7 @@ from reference import DraftRows, stack_of_one
 @dataclass(frozen=True)
 class _Layer:
     input_norm: object
-    q: object
-    k: object
-    v: object
+    inputs: object  # q, k and v
     q_norm: object
     k_norm: object
     o: object
@@ -47,22 +47,27 @@ class Drafter:
         self.fc = ops.prepare(weights.fc, shards=fc_shards)
         self.hidden_norm = ops.upload(weights.hidden_norm)
         self.norm = ops.upload(weights.norm)
+        self.drafts: dict[int, object] = {}
+        qkv = ([getattr(w, name) for w in weights.layers] for name in "qkv")
+        shards = config.leaves(dims.num_attention_heads) // size
+        kv_shards = max(1, config.leaves(dims.num_key_value_heads) // size)
+        # A committed row's keys and values of all layers depend on the taps alone: one product.
+        inputs, self.context = ops.prepare_block_inputs(*qkv, shards, kv_shards)
+        norms = [w.k_norm.astype(np.float32) for w in weights.layers]
+        self.context_norms = ops.upload(np.stack(norms))
         self.layers = [
-            self._prepare_layer(w, kind)
-            for w, kind in zip(weights.layers, dims.layer_types, strict=True)
+            self._prepare_layer(*of_layer)
+            for of_layer in zip(weights.layers, inputs, dims.layer_types, strict=True)
         ]
 
-    def _prepare_layer(self, w, kind: str) -> _Layer:
+    def _prepare_layer(self, w, inputs, kind: str) -> _Layer:
         ops, dims, tp = self.ops, self.dims, self.target.tp
         size = tp.ranks("o_proj")
         leaves = config.leaves(dims.num_attention_heads) // size
-        kv_shards = max(1, config.leaves(dims.num_key_value_heads) // size)
         width_leaves = config.leaves(dims.intermediate_size) // tp.ranks("down_proj")
         return _Layer(
             input_norm=ops.upload(w.input_norm),
-            q=ops.prepare(w.q, shards=leaves),
-            k=ops.prepare(w.k, shards=kv_shards),
-            v=ops.prepare(w.v, shards=kv_shards),
+            inputs=inputs,
             q_norm=ops.upload(w.q_norm),
             k_norm=ops.upload(w.k_norm),
             o=ops.prepare(w.o, shards=leaves, row_cut=True),
@@ -82,15 +87,15 @@ class Drafter:
               accepted nodes', never the bonus token's
         """
         ops, dims = self.ops, self.dims
-        taps = ops.take_rows(taps, ops.index(placed.rows))
-        context = self.target.ops_for("fc").head(taps, self.fc, dims.hidden_size)
-        context = ops.rms_norm(context, self.hidden_norm, dims.rms_norm_eps)
-        positions = ops.index(placed.positions)
-        n = ops.arange(len(placed.rows))
-        for i, layer in enumerate(self.layers):
-            entry = self._keys_values(layer, context, positions).reshape(1, len(n), -1)
-            pages = cache.draft[i : i + 1]
-            ops.put_entries(pages, entry, n, placed.slots, placed.positions, cache.tables)
+        rows = ops.index(placed.rows)
+        if len(taps) > len(rows):  # else all rows are projected, and some of them put in pages
+            taps, rows = ops.take_rows(taps, rows), ops.arange(len(rows))
+        x = self.target.ops_for("fc").head(taps, self.fc, dims.hidden_size)
+        x = ops.rms_norm(x, self.hidden_norm, dims.rms_norm_eps)
+        ops.put_context(
+            x, self.context, self.context_norms, dims.rms_norm_eps, self.cos, self.sin, rows,
+            placed.slots, placed.positions, cache.draft, cache.tables,
+        )  # fmt: skip
 
     def draft(self, roots, slots, cache: LatentCache):
         """roots int32 [B], their cache slots -> fp32 logits [B, block_size - 1, V].
@@ -104,33 +109,26 @@ class Drafter:
 
     def forward(self, rows: DraftRows, cache: LatentCache):
         """The blocks of `draft_rows` -> fp32 logits [B * (block_size - 1), V]."""
-        ops, dims, n = self.ops, self.dims, self.dims.block_size
-        positions = rows.positions
-        x = self.target.embed(rows.token_ids)
-        attention, mlp = (self.target.ops_for(kind) for kind in ("o_proj", "down_proj"))
-        for layer, store in zip(self.layers, cache.draft, strict=True):
-            h = ops.rms_norm(x, layer.input_norm, dims.rms_norm_eps)
-            q = ops.linear(h, layer.q).reshape(len(h), self.heads, dims.head_dim)
-            q = ops.rms_norm(q, layer.q_norm, dims.rms_norm_eps)
-            q = ops.rope_halves(q, self.cos, self.sin, positions)
-            kv = self._keys_values(layer, h, positions)
-            pages = store.reshape(*store.shape[:2], *kv.shape[1:])
-            o = ops.block_attention(
-                q, kv, pages, rows.tables, rows.lengths, layer.window, self.scale, self.span
-            )
-            x = ops.add(x, attention.linear(o.reshape(len(h), -1), layer.o))
-            h = ops.rms_norm(x, layer.post_norm, dims.rms_norm_eps)
-            x = ops.add(x, mlp.mlp(h, layer.mlp))
-        drafts = ops.arange(len(x)).reshape(-1, n)[:, 1:].reshape(-1)  # all but the roots
-        x = ops.rms_norm(ops.take_rows(x, drafts), self.norm, dims.rms_norm_eps)
-        return self.target.logits(x)
-
-    def _keys_values(self, layer: _Layer, h, positions):
-        """[n, hidden] -> [n, 2, KV, d]: normed and rotated keys, then values."""
         ops, dims = self.ops, self.dims
-        shape = (len(h), self.kv_heads, dims.head_dim)
-        k = ops.rms_norm(ops.linear(h, layer.k).reshape(shape), layer.k_norm, dims.rms_norm_eps)
-        k = ops.rope_halves(k, self.cos, self.sin, positions)
-        v = ops.linear(h, layer.v, rounded=True).reshape(shape)
-        flat = [part.reshape(len(h), -1) for part in (k, v)]
-        return ops.join_columns(flat).reshape(len(h), 2, *shape[1:])
+        eps, rotation = dims.rms_norm_eps, (self.cos, self.sin, rows.positions)
+        attention, mlp = (self.target.ops_for(kind) for kind in ("o_proj", "down_proj"))
+        norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
+        x = self.target.embed(rows.token_ids)
+        h = ops.rms_norm(x, self.layers[0].input_norm, eps)
+        for layer, norm, store in zip(self.layers, norms, cache.draft, strict=True):
+            q, kv = ops.block_inputs(h, layer.inputs, layer.q_norm, layer.k_norm, eps, *rotation)
+            pages = store.reshape(*store.shape[:2], *kv.shape[1:])
+            context = pages, rows.tables, rows.lengths
+            settled = layer is not self.layers[0]
+            o = ops.block_attention(q, kv, *context, layer.window, self.scale, self.span, settled)
+            y = attention.linear(o.reshape(len(h), -1), layer.o)
+            x, h = ops.add_rms_norm(x, y, layer.post_norm, eps)
+            x, h = ops.add_rms_norm(x, mlp.mlp(h, layer.mlp), norm, eps)
+        return self.target.logits(ops.take_rows(h, self._drafts(len(h))))
+
+    def _drafts(self, rows: int):
+        """Of rows of blocks all but the roots, made once: a recorded round uploads nothing."""
+        if rows not in self.drafts:
+            some = np.arange(rows).reshape(-1, self.dims.block_size)[:, 1:].reshape(-1)
+            self.drafts[rows] = self.ops.index(some)
+        return self.drafts[rows]

@@ -259,8 +259,10 @@ class Engine:
             nodes = 3 * budgets.most_rows(decode.batch, self.settings.draft.limit)
         rows, reach = max(decode.prefill_chunk, nodes), decode.context - 1
         plans = [self.plan, self.draft_plan] if self.draft_plan else [self.plan]
+        # The drafter's k and v: beside its q, and all together.
+        twice = sum(w.k.bytes + w.v.bytes for plan in plans[1:] for w in plan.weights.layers)
         need = {
-            "weights": sum(plan.bytes for plan in plans),
+            "weights": sum(plan.bytes for plan in plans) + twice,
             "cache": self.n_pages * decode.leaf * entry * ops.act.itemsize,
             "scratch": ops.scratch_bytes(self.dims, rows, nodes, reach, decode.leaf, decode.span),
         }

@@ -379,16 +379,14 @@ KERNEL silu_mul(const float* gate,  // [n]
   if (i < n) store(out + i, __fmul_rn(silu(gate[i]), up[i]));
 }
 
-// grid (ceil(K / THREADS), n). A row number outside [0, T) gives zeros: filler rows.
+// A row number outside [0, T) gives zeros: filler rows. grid (ceil(K / THREADS), n)
 template <class X>
 DEVICE void take_rows(const X* x, const int* rows, X* out, int T, int K) {
   begin_dependent();
   const int k = blockIdx.x * THREADS + threadIdx.x;
   if (k >= K) return;
   const int row = rows[blockIdx.y];
-  X* to = out + (i64)blockIdx.y * K + k;
-  if (row >= 0 && row < T) *to = x[(i64)row * K + k];
-  else store(to, 0.0f);
+  out[(i64)blockIdx.y * K + k] = row >= 0 && row < T ? x[(i64)row * K + k] : X{};
 }
 
 KERNEL take_rows_f32(const float* x,   // [T, K]
@@ -400,14 +398,9 @@ KERNEL take_rows_f32(const float* x,   // [T, K]
 KERNEL take_rows_act(const act* x, const int* rows, act* out, int T, int K) {
   take_rows(x, rows, out, T, K);
 }
-
-// grid (ceil(K / THREADS), T). Columns [first, first + K) of out.
-KERNEL put_columns(const act* x,  // [T, K]
-                   act* out,      // [T, width]
-                   int K, int width, int first) {
-  begin_dependent();
-  const int k = blockIdx.x * THREADS + threadIdx.x;
-  if (k < K) out[(i64)blockIdx.y * width + first + k] = x[(i64)blockIdx.y * K + k];
+// Of any type, as words of 16 bytes.
+KERNEL take_rows_16(const uint4* x, const int* rows, uint4* out, int T, int K) {
+  take_rows(x, rows, out, T, K);
 }
 
 // ==== embed ====
@@ -634,6 +627,99 @@ ROW_KERNEL query_entry(const float* q,          // [T, q_stride]
   store_row(normed + (i64)row * K, K, vectors, values);
 }
 
+#if BLOCKS == 1
+// A head of the drafter. A query or a key (`weight` is there) becomes its norm, as rms_norm rounds it,
+// whose component i is turned with i + d / 2; a value is only rounded. One block a head; shared d floats.
+// start() is called after what is to be waited for; it says where x and `out` are and the position, or
+// that there is nothing to do.
+struct Head {
+  const float* x;  // [d]
+  act* out;        // [d]
+  int position;
+};
+
+template <class Start>
+DEVICE void head_row(const float* weight, const float* cosines, const float* sines, int d,
+                     float inverse_d, float eps, const Start& start) {
+  extern __shared__ __align__(16) float normed[];  // [d]
+  __shared__ Sums sums;
+  const bool vectors = d % 8 == 0;
+  const int half = d / 2, first = threadIdx.x;
+  Eights values, weights;
+  grid_dependency_launch();
+  if (weight) load_row(weight, d, vectors, weights);
+  grid_dependency_wait();
+  Head head;
+  if (!start(head)) return;
+  load_row(head.x, d, vectors, values);
+  if (!weight) {
+    store_row(head.out, d, vectors, values);
+    return;
+  }
+  cosines += (i64)head.position * half, sines += (i64)head.position * half;
+  float c = 0.0f, s = 0.0f;  // of this thread's first pair, on their way while the row is normed
+  if (first < half) c = cosines[first], s = sines[first];
+  norm_row(values, weights, inverse_d, eps, sums);
+#pragma unroll
+  for (int u = 0; u < CHUNKS; u++)
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      if (place_of(u) + i < d) normed[place_of(u) + i] = round_to_act(values[u][i]);
+  __syncthreads();  // the norm is there before it is turned
+  for (int i = first; i < half; i += THREADS) {
+    if (i > first) c = cosines[i], s = sines[i];
+    rotate(normed[i], normed[i + half], c, s, head.out + i, head.out + half + i);
+  }
+}
+
+// grid (H + 2 KV, T)
+KERNEL block_inputs(const float* y,         // [T, H + 2 KV, d]: queries, keys, values
+                    const float* q_weight,  // [d]
+                    const float* k_weight,  // [d]
+                    const float* cosines,   // [positions, d / 2]
+                    const float* sines,     // likewise
+                    const int* positions,   // [T]
+                    act* q,                 // [T, H, d]
+                    act* kv,                // [T, 2, KV, d]
+                    int H, int KV, int d, float inverse_d, float eps) {
+  const int h = blockIdx.x;
+  const float* weight = h < H ? q_weight : h < H + KV ? k_weight : nullptr;
+  head_row(weight, cosines, sines, d, inverse_d, eps, [&](Head& head) {
+    const i64 t = blockIdx.y;
+    head.x = y + (t * gridDim.x + h) * d;
+    head.out = h < H ? q + (t * H + h) * d : kv + (t * 2 * KV + h - H) * d;
+    head.position = positions[t];
+    return true;
+  });
+}
+
+// Row rows[i] of all layers to position positions[i] of sequence slots[i]; a slot of -1 is skipped.
+// grid (layers * heads, n)
+KERNEL put_context(const float* y,         // [T, layers, heads, d]: keys, as many values
+                   const float* weights,   // [layers, d]
+                   const float* cosines,   // [positions, d / 2]
+                   const float* sines,     // likewise
+                   const int* rows,        // [n]
+                   const int* slots,       // [n]
+                   const int* positions,   // [n]
+                   const int* tables,      // [slots, max_pages]
+                   act* pages,             // [layers, n_pages, leaf, heads, d]
+                   int heads, int max_pages, int leaf, i64 layer_stride, int d, float inverse_d,
+                   float eps) {
+  const int layer = blockIdx.x / heads, h = blockIdx.x % heads, i = blockIdx.y;
+  const float* weight = h < heads / 2 ? weights + (i64)layer * d : nullptr;
+  head_row(weight, cosines, sines, d, inverse_d, eps, [&](Head& head) {
+    const int slot = slots[i], position = positions[i], row = rows[i];
+    if (slot < 0) return false;
+    const i64 page = tables[(i64)slot * max_pages + position / leaf];
+    head.x = y + ((i64)row * gridDim.x + blockIdx.x) * d;
+    head.out = pages + layer * layer_stride + ((page * leaf + position % leaf) * heads + h) * d;
+    head.position = position;
+    return true;
+  });
+}
+#endif
+
 // ==== linear ====
 
 // Rows first, first + 1, ... of x [T, K]; a place past the last row repeats the first.
@@ -697,25 +783,6 @@ KERNEL linear_leaves(const act* x, const void* weight, const void* scales, int g
     if (lane % 4 == 0 && lane / 4 < n)
       y[((i64)(first + lane / 4) * leaves + leaf) * out + column] = total;
   }
-}
-
-// ==== rope ====
-
-// The drafter's rotation: component i of x pairs with i + d / 2.
-// grid (ceil(H * d / 2 / THREADS), T). out may be x.
-KERNEL rope_halves(const act* x,          // [T, H, d]
-                   const float* cosines,  // [positions, d / 2]
-                   const float* sines,    // likewise
-                   const int* positions,  // [T]
-                   act* out,              // [T, H, d]
-                   int H, int d) {
-  begin_dependent();
-  const int i = blockIdx.x * THREADS + threadIdx.x, half = d / 2;
-  if (i >= H * half) return;
-  const i64 at = ((i64)blockIdx.y * H + i / half) * d + i % half;
-  const i64 angle = (i64)positions[blockIdx.y] * half + i % half;
-  rotate(to_float(x[at]), to_float(x[at + half]), cosines[angle], sines[angle], out + at,
-         out + at + half);
 }
 
 // ==== absorb ====
@@ -793,6 +860,7 @@ KERNEL plan_ancestors(const int* positions,  // [T] absolute
                       const int* lengths,    // [slots] committed
                       int* ancestors,        // [T, depth]
                       int T, int depth) {
+  begin_dependent();
   const int t = blockIdx.x * THREADS + threadIdx.x;
   if (t >= T) return;
   int* path = ancestors + (i64)t * depth;

@@ -800,7 +800,8 @@ struct Blocks {
   }
 };
 
-// grid: any. Keys, values and q are 16-byte aligned.
+// grid: any. Keys, values and q are 16-byte aligned. Lengths, tables and the first leaf of the context
+// are read while the kernel in front still runs: it must be none that wrote them.
 template <int NT>
 DEVICE void block_spans_mma(const bf16* q, const bf16* kv, const bf16* pages, const int* tables,
                             float4* parts, float4* values, const Blocks& of, int max_pages,
@@ -808,7 +809,7 @@ DEVICE void block_spans_mma(const bf16* q, const bf16* kv, const bf16* pages, co
   extern __shared__ __align__(128) unsigned char memory[];
   Leaves<NT, 2> s(memory);
   grid_dependency_launch();
-  grid_dependency_wait();
+  bool waited = false;
   const int each = of.leaves_of_unit(), group = of.group(), tiles = of.column_tiles();
   const int n = of.n, together = of.KV * of.parts, entry = 2 * of.KV * KEY_WIDTH;
   int b = 0, before = 0;  // units in front of block b
@@ -830,7 +831,12 @@ DEVICE void block_spans_mma(const bf16* q, const bf16* kv, const bf16* pages, co
         return Row{from + (key < there ? (i64)key * entry : 0), key < there};
       });
     };
-    load(begin);
+    if (waited || begin != own) load(begin);
+    if (!waited) {
+      grid_dependency_wait();
+      if (begin == own) load(begin);
+      waited = true;
+    }
     s.load_queries([&](int column) {
       const int c = tile * 8 + column;
       const bool there = c < n * group;
@@ -870,7 +876,7 @@ BLOCK_SPANS(2, 2)
 BLOCK_SPANS(4, 2)
 BLOCK_SPANS(8, 1)
 
-// As latent_fold_mma; all_tiles: ceil(n * group / 8) for every block and key head.
+// As latent_fold_mma, behind block_spans_mma; all_tiles: ceil(n * group / 8) for every block and key head.
 KERNEL block_fold_mma(const float4* parts, const float4* values, const int* lengths,
                       bf16* out,  // [B * n, H, d]
                       int B, int n, int H, int KV, int window, int column_parts, int blocks,
@@ -882,10 +888,10 @@ KERNEL block_fold_mma(const float4* parts, const float4* values, const int* leng
   const i64 all_tiles = (i64)B * KV * tiles;
   const i64 at = (i64)blockIdx.y * VALUE_TILES + min(tile, VALUE_TILES - 1);
   grid_dependency_launch();
-  grid_dependency_wait();
   const int each = of.leaves_of_unit(), first = of.first_leaf(b), units = of.units(b, each);
   const int span_units = each == 1 ? SPAN : 1;
   const int spans = of.own_leaf(b) / SPAN - first / SPAN + 1;
+  grid_dependency_wait();
   const Part all = fold_parts(
       parts + (i64)blockIdx.y * 4, all_tiles * 4, values + at * 32, all_tiles * VALUE_TILES * 32,
       spans, split, memory, [&](int span) {

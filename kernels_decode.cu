@@ -785,8 +785,9 @@ DEVICE void write_top(const u64* found, int n, int k, const float* row, double l
     for (int j = 0; j < n; j++) rank += found[j] > found[i];
     if (rank >= k) continue;
     const int id = id_of(found[i]);
+    const float value = value_of(found[i]);  // without the sign of a zero
     ids[rank] = id;
-    log_probs[rank] = (float)((double)clean(row[id]) - log_total);
+    log_probs[rank] = (float)((double)(value == 0.0f ? row[id] : value) - log_total);
   }
 }
 
@@ -886,9 +887,9 @@ KERNEL top_of_parts(const float* logits,      // [T, V]
   if (threadIdx.x == 0) peaks[at] = peak, sums[at] = sum;
 }
 
-// One block a row. The k-th largest of the runs' largest is a lower bound of the k-th largest logit:
-// what reaches it is looked for in the runs that reach it. Parts add ascending, each times
-// exp(its largest - the row's).
+// One block a row. The k-th largest of the runs' largest, or of the threads' largest of their runs, is
+// a lower bound of the k-th largest logit: what reaches it is looked for in the runs that reach it.
+// Parts add ascending, each times exp(its largest - the row's).
 KERNEL top_of_runs(const float* logits,  // [T, V]
                    const float* noisy,   // [T, V]
                    const Request* requests,
@@ -904,11 +905,19 @@ KERNEL top_of_runs(const float* logits,  // [T, V]
   __shared__ int near[FOUND];  // runs that are looked through
   __shared__ int n_found, n_near;
   __shared__ float added[THREADS];
+  __shared__ __align__(16) u32 largest[THREADS];
+  __shared__ u32 bound;
   grid_dependency_wait();
   grid_dependency_launch();
   const int t = blockIdx.x, n_runs = parts * RUNS, lane = threadIdx.x & 31;
   const float* row = draft_row(logits, noisy, requests, owners, V, sampled, t);
   runs += (i64)t * n_runs, peaks += t * parts, sums += t * parts;
+
+  u32 most = 0;
+#pragma unroll 8
+  for (int i = threadIdx.x; i < n_runs; i += THREADS) most = max(most, runs[i]);
+  largest[threadIdx.x] = most;
+  if (threadIdx.x == 0) n_found = n_near = 0;
 
   // The normaliser.
   u64 best = 0;
@@ -927,10 +936,22 @@ KERNEL top_of_runs(const float* logits,  // [T, V]
 
   // What reaches the bound.
   u64 least = 1;
-  if (k <= n_runs)
+  if (k <= min(n_runs, THREADS)) {
+    int rank = 0;
+#pragma unroll 16
+    for (int i = 0; i < THREADS; i += 4) {
+      const uint4 four = *(const uint4*)(largest + i);
+      const u32 of[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int c = 0; c < 4; c++) rank += of[c] > most || (of[c] == most && i + c < threadIdx.x);
+    }
+    if (rank == k - 1) bound = most;
+    __syncthreads();  // the bound is there before it is read
+    least = bound;
+  } else if (k <= n_runs) {
     least = key_at(n_runs, k, [&](int i) { return (u64)runs[i]; }, [](int) { return 1u; }, d);
-  if (threadIdx.x == 0) n_found = n_near = 0;
-  __syncthreads();  // the counters are zero before they are raised
+  }
+#pragma unroll 8
   for (int i = threadIdx.x; i < n_runs; i += THREADS)
     if (runs[i] >= least) {
       const int to = atomicAdd(&n_near, 1);
@@ -989,6 +1010,7 @@ KERNEL draft_rows(const int* roots,    // [B]
                   int* owners,         // [B, n - 1] slot of each draft
                   int* at,             // [B, n - 1] its position
                   int n, int max_pages, int mask) {
+  begin_dependent();
   const int b = blockIdx.x, slot = slots[b], length = slot < 0 ? 0 : lengths[slot];
   for (int i = threadIdx.x; i < n; i += THREADS) {
     ids[b * n + i] = slot < 0 ? -1 : i ? mask : roots[b];
@@ -1015,6 +1037,7 @@ KERNEL build_trees(const int* roots,        // [B]
                    int* sizes,              // [B] nodes, root included; 0: no tree
                    int D, int W, int budget) {
   extern __shared__ __align__(16) unsigned char memory[];
+  begin_dependent();
   const int lane = threadIdx.x, b = blockIdx.x, limit = min(limits[b], D);
   float* score = (float*)memory;              // [budget] of the path, 0 at the root
   int* depth = (int*)memory + budget;         // [budget]
@@ -1100,6 +1123,7 @@ KERNEL tree_rows(const int* token_ids,  // [B, budget]
                  int* parent,           // [T]
                  int* first,            // [B] row of each root
                  int B, int budget, int T) {
+  begin_dependent();
   for (int t = threadIdx.x; t < T; t += THREADS) {
     int b = 0, start = 0;
     while (b < B && t >= start + sizes[b]) start += sizes[b++];
@@ -1129,6 +1153,7 @@ KERNEL walk_trees(const int* token_ids,  // [B, budget]
                   int* counts,           // [B] accepted rows
                   int* next_roots,       // [B]
                   int B, int budget, int M) {
+  begin_dependent();
   const int lane = threadIdx.x & 31, b = blockIdx.x * WARPS + threadIdx.x / 32;
   if (b >= B) return;
   token_ids += (i64)b * budget, parents += (i64)b * budget;
@@ -1184,14 +1209,20 @@ KERNEL put_entries(const act* from,       // [layers, T, width]
   pages[k] = from[((i64)blockIdx.z * T + rows[i]) * width + k];
 }
 
-// lengths[slots[b]] += counts[b]. grid ceil(B / THREADS).
-KERNEL advance(const int* slots,   // [B], each once; -1 is skipped
-               const int* counts,  // [B]
-               int* lengths,       // [slots]
+// Where sequences stand after their walks. grid ceil(B / THREADS).
+KERNEL advance(const int* slots,       // [B], each once; -1 is skipped
+               const int* counts,      // [B] accepted rows
+               const int* next_roots,  // [B]
+               int* lengths,           // [slots]
+               int* roots,             // [B]
+               int* limits,            // [B]
                int B) {
   begin_dependent();
   const int b = blockIdx.x * THREADS + threadIdx.x;
-  if (b < B && slots[b] >= 0) lengths[slots[b]] += counts[b];
+  if (b >= B || slots[b] < 0 || !counts[b]) return;
+  lengths[slots[b]] += counts[b];
+  roots[b] = next_roots[b];
+  limits[b] -= counts[b];
 }
 
 // ==== generate ====

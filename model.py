@@ -133,8 +133,9 @@ class Model:
     def cache_width(self) -> int:
         return self.dims.kv_lora_rank + self.dims.qk_rope_head_dim
 
-    def forward(self, batch: Batch, cache: LatentCache, logit_rows: np.ndarray) -> Forward:
-        """All rows of the batch; logits of `logit_rows`. The cache is read, not written."""
+    def forward(self, batch: Batch, cache: LatentCache, logit_rows=None) -> Forward:
+        """All rows of the batch; logits of `logit_rows`, or of all. The cache is read, not
+        written."""
         ops = self.ops
         positions = ops.index(batch.positions)
         plan = ops.plan_attention(
@@ -151,7 +152,8 @@ class Model:
             x, h = ops.add_rms_norm(x, y, layer.norm, eps)
             tap = (taps, self.taps.index(i) * hidden) if i in self.taps else ()
             x, h = ops.add_rms_norm(x, self._mlp(layer, h), norm, eps, *tap)
-        return Forward(self.logits(ops.take_rows(h, logit_rows)), taps, entries)
+        h = h if logit_rows is None else ops.take_rows(h, logit_rows)
+        return Forward(self.logits(h), taps, entries)
 
     def embed(self, token_ids):
         """int32 [T] -> [T, hidden]."""

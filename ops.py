@@ -258,6 +258,15 @@ class LatentInputs:
 
 
 @dataclass(frozen=True)
+class BlockInputs:
+    """The drafter's q, k and v as one matrix: rows of queries, of keys, and as many of values."""
+
+    joined: Matrix | TensorMatrix
+    q_rows: int
+    kv_rows: int
+
+
+@dataclass(frozen=True)
 class Mlp:
     """Gate, up and down of E experts (E = 1: one MLP); the width falls in `leaves` parts."""
 
@@ -827,10 +836,23 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         """q_a [q_lora, hidden] and kv_a [latent + rope, hidden] for `latent_inputs`."""
         rows = [w.out_features if isinstance(w, Int4Weight) else len(w) for w in (q_a, kv_a)]
         if self.tensor_linear and all(self._packable(w, 1) for w in (q_a, kv_a)):
-            both = [self.launcher.upload(w).view(np.uint16) for w in (q_a, kv_a)]
-            both = self.launcher.xp.concatenate(both).view(BFLOAT16)
-            return LatentInputs(self.prepare(both), None, None, *rows)
+            return LatentInputs(self.prepare(self._on_top([q_a, kv_a])), None, None, *rows)
         return LatentInputs(None, self.prepare(q_a), self.prepare(kv_a), *rows)
+
+    def prepare_block_inputs(self, q: list, k: list, v: list, shards: int, kv_shards: int):
+        """q [H * d, hidden], k and v [KV * d, hidden] of all layers of the drafter: BlockInputs, a
+        layer each, and k and v of all as one matrix for `put_context`."""
+        layers = list(zip(q, k, v, strict=True))
+        inputs = [BlockInputs(self.prepare(self._on_top(w)), len(w[0]), len(w[1])) for w in layers]
+        return inputs, self.prepare(self._on_top([w for _, *pair in layers for w in pair]))
+
+    def _on_top(self, weights: list):
+        """Dense [.., in] matrices on top of each other; of several types as float32."""
+        if len({w.dtype for w in weights}) > 1:
+            weights = [w.astype(np.float32) for w in weights]
+        kind = weights[0].dtype
+        sent = [self.launcher.upload(w).view(f"u{kind.itemsize}") for w in weights]
+        return self.launcher.xp.concatenate(sent).view(kind)
 
     def prepare_heads(self, kv_b, n_heads: int, nope: int, v: int):
         """kv_b [H * (nope + v), latent], dense -> what latent_query and absorb_v take: Heads or
@@ -962,44 +984,19 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         cosines, sines = rope_table(rope, dim, positions)
         return self.launcher.upload(cosines), self.launcher.upload(sines)
 
-    def rope_halves(self, x, cos, sin, positions):
-        """The drafter's rotation of x [T, H, d]: component i pairs with i + d / 2. Rounded."""
-        n, heads, d = x.shape
-        x = self._take("rope_halves", "x", x, self.act, None, None, None)
-        self._take("rope_halves", "cos", cos, FLOAT32, None, d // 2)
-        positions = self._take("rope_halves", "positions", self.index(positions), INT32, n)
-        out = self.empty(x.shape, self.act)
-        grid = (ceil(heads * (d // 2), THREADS), n)
-        self._launch(
-            "rope", "rope_halves", grid, x, cos, sin, positions, out, heads, d, dependent=True
-        )
-        return out
-
     def take_rows(self, x, rows):
         """x [T, K], activations or fp32, at int32 rows [n] -> [n, K]; a row of -1 gives zeros."""
         x, kind = self._rows_of("take_rows", x)
         rows = self.index(rows)
         n_rows, k = x.shape
         out = self.empty((len(rows), k), x.dtype)
+        words = k * x.dtype.itemsize // 16
+        if words * 16 == k * x.dtype.itemsize and self.launcher.address(x) % 16 == 0:
+            kind, k = "16", words
         grid = (ceil(k, THREADS), len(rows))
         self._launch(
             "elementwise", f"take_rows_{kind}", grid, x, rows, out, n_rows, k, dependent=True
         )
-        return out
-
-    def join_columns(self, parts: list):
-        """[T, K] arrays side by side."""
-        n, width = len(parts[0]), sum(p.shape[1] for p in parts)
-        out = self.empty((n, width), self.act)
-        first = 0
-        for part in parts:
-            part = self._take("join_columns", "part", part, self.act, n, None)
-            k = part.shape[1]
-            grid = (ceil(k, THREADS), n)
-            self._launch(
-                "elementwise", "put_columns", grid, part, out, k, width, first, dependent=True
-            )
-            first += k
         return out
 
     # -- latent attention
@@ -1020,7 +1017,8 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         n = len(rows[0])
         ancestors = self.empty((n, n), INT32)
         grid = (ceil(n, THREADS),)
-        self._launch("plan", "plan_ancestors", grid, *rows, lengths, ancestors, n, n)
+        args = *rows, lengths, ancestors, n, n
+        self._launch("plan", "plan_ancestors", grid, *args, dependent=True)
         return AttentionPlan(rows[0], rows[1], lengths, tables, ancestors, leaf, reach)
 
     def _tables(self, op: str, tables):
@@ -1292,8 +1290,56 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
 
     # -- the drafter
 
-    def block_attention(self, q, kv, pages, tables, lengths, window: int, scale: float, span: int):
-        """Drafter attention: every block over its context and itself, non-causal -> rounded."""
+    def block_inputs(self, x, weight: BlockInputs, q_norm, k_norm, eps: float, cos, sin, positions):
+        """x [T, hidden] -> queries [T, H, d], and keys and values [T, 2, KV, d]: queries and keys
+        normed over d (weights [d]), rounded and rotated; all rounded."""
+        op, n, d = "block_inputs", len(x), q_norm.shape[0]
+        heads, kv_heads = weight.q_rows // d, weight.kv_rows // d
+        q_norm = self._take(op, "q_norm", q_norm, FLOAT32, d, aligned=d % 8 == 0)
+        k_norm = self._take(op, "k_norm", k_norm, FLOAT32, d, aligned=d % 8 == 0)
+        positions = self._take(op, "positions", self.index(positions), INT32, n)
+        y = self.linear(x, weight.joined)
+        q, kv = self.empty((n, heads, d), self.act), self.empty((n, 2, kv_heads, d), self.act)
+        args = y, q_norm, k_norm, cos, sin, positions, q, kv, heads, kv_heads
+        self._launch_heads(op, heads + 2 * kv_heads, n, cos, sin, d, eps, *args)
+        return q, kv
+
+    def put_context(
+        self, x, weight, norms, eps: float, cos, sin, rows, slots, positions, pages, tables
+    ) -> None:
+        """Keys and values of all layers, as `block_inputs` makes them, of `rows` of x [T, hidden],
+        into `pages` [layers, n_pages, leaf, 2 * KV * d] as `put_entries`; norms [layers, d]."""
+        op, (layers, n_pages, leaf, width), d = "put_context", pages.shape, norms.shape[1]
+        norms = self._take(op, "norms", norms, FLOAT32, layers, d, aligned=d % 8 == 0)
+        pages = self._take(
+            op, "pages", pages, self.act, layers, None, None, weight.out_features // layers,
+            aligned=d % 8 == 0,
+        )  # fmt: skip
+        tables = self._tables(op, tables)
+        rows, slots, positions = (self.index(a).reshape(-1) for a in (rows, slots, positions))
+        y = self.linear(x, weight)
+        args = (
+            y, norms, cos, sin, rows, slots, positions, tables, pages, width // d, tables.shape[1],
+            leaf, np.int64(n_pages * leaf * width),
+        )  # fmt: skip
+        self._launch_heads(op, layers * width // d, len(rows), cos, sin, d, eps, *args)
+
+    def _launch_heads(self, kernel: str, heads: int, n: int, cos, sin, d: int, eps, *args) -> None:
+        """A kernel of the rms_norm section on so many heads of n rows."""
+        for name, table in (("cos", cos), ("sin", sin)):
+            self._take(kernel, name, table, FLOAT32, None, d // 2)
+        self._launch(
+            "rms_norm", kernel, (heads, n), *args, d, np.float32(1.0 / d), eps, shared_bytes=4 * d,
+            defines=norm_defines(d, clusters=False), dependent=True,
+        )  # fmt: skip
+
+    def block_attention(
+        self, q, kv, pages, tables, lengths, window: int, scale: float, span: int, settled=False
+    ):
+        """Drafter attention: every block over its context and itself, non-causal -> rounded.
+
+        settled: another block_attention was launched since lengths, tables and pages were written
+        """
         op = "block_attention"
         rows, heads, d = q.shape
         q = self._take(op, "q", q, self.act, None, None, None, aligned=d % 8 == 0)
@@ -1310,7 +1356,9 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
             raise UserError(f"{op}: a block of {n} rows does not fit a leaf of {leaf} positions")
         factor = np.float32(scale) * reference.LOG2E
         if shape is not None and rows:
-            return self._block_attention_mma(q, kv, pages, tables, lengths, window, factor, shape)
+            return self._block_attention_mma(
+                q, kv, pages, tables, lengths, window, factor, shape, settled
+            )
         spans = max_pages // span + 1
         parts = self.empty((rows, heads, spans, 2))
         values = self.empty((rows, heads, spans, d))
@@ -1609,7 +1657,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         made = [self.empty(shape, INT32) for shape in shapes]
         self._launch(
             "tree", "draft_rows", (b,), roots, slots, self.index(lengths), tables, *made, n, pages,
-            mask,
+            mask, dependent=True,
         )  # fmt: skip
         return DraftRows(*made)
 
@@ -1625,7 +1673,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         self._launch(
             "tree", "build_trees", (b,), roots, limits, candidates, log_probs, ids, parents, depths,
             scores, sizes, depth, width, budget,
-            shared_bytes=SHARED_BYTES["build_trees"](budget, depth, width),
+            shared_bytes=SHARED_BYTES["build_trees"](budget, depth, width), dependent=True,
         )  # fmt: skip
         return Trees(ids, parents, depths, scores, sizes)
 
@@ -1638,7 +1686,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         self._launch(
             "tree", "tree_rows", (1 if rows else 0,), trees.token_ids, trees.parents, trees.depths,
             trees.sizes, slots, self.index(lengths), ids, positions, sequence, parent, first, b,
-            budget, rows,
+            budget, rows, dependent=True,
         )  # fmt: skip
         return TreeRows(ids, positions, sequence, parent, first)
 
@@ -1654,6 +1702,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         self._launch(
             "tree", "walk_trees", (ceil(b, WARPS),), trees.token_ids, trees.parents, trees.sizes,
             first, choices, slots, self.index(lengths), *lists, counts, roots, b, budget, depth + 1,
+            dependent=True,
         )  # fmt: skip
         return Walks(*lists, counts, roots)
 
@@ -1673,14 +1722,16 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
             dependent=True,
         )  # fmt: skip
 
-    def advance(self, lengths, slots, counts) -> None:
-        """lengths[slots] += counts, on the device; each slot once."""
+    def advance(self, walks: Walks, slots, lengths, roots, limits) -> None:
+        """Where B sequences stand after their walks: lengths of their slots, each once; roots and
+        limits, int32 [B]."""
+        b = len(walks.counts)
+        slots = self._take("advance", "slots", self.index(slots), INT32, b)
         lengths = self._take("advance", "lengths", lengths, INT32, None)
-        slots = self.index(slots)
-        counts = self._take("advance", "counts", self.index(counts), INT32, len(slots))
-        grid = (ceil(len(slots), THREADS),)
-        args = slots, counts, lengths, len(slots)
-        self._launch("entries", "advance", grid, *args, dependent=True)
+        roots = self._take("advance", "roots", roots, INT32, b)
+        limits = self._take("advance", "limits", limits, INT32, b)
+        args = slots, walks.counts, walks.roots, lengths, roots, limits, b
+        self._launch("entries", "advance", (ceil(b, THREADS),), *args, dependent=True)
 
 
 # ---- helpers -----------------------------------------------------------------------------------

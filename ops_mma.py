@@ -30,6 +30,7 @@ BESIDE_ROWS = 32  # up to which expert_down_mma multiplies the shared expert's d
 STAGES = 2  # pieces of an expert's weight that a warp has in flight: three were no faster
 LINEAR_STAGES = 2  # of a dense one
 PIECE = 4  # steps of one of those, if they divide
+LONG = 64  # steps of a part from which on longer pieces are taken
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def _pieces(part_steps: int, own: int, wide: int):
     that a warp has."""
     if own == 1 and part_steps * wide <= WHOLE:
         yield 1, part_steps
-    if _piece(part_steps, PIECE) == 1:  # longer ones are better than single steps
+    # Longer ones are better than single steps, and where a warp has many.
+    if _piece(part_steps, PIECE) == 1 or part_steps >= LONG:
         yield LINEAR_STAGES, _piece(part_steps, WHOLE)
     yield LINEAR_STAGES, _piece(part_steps, PIECE)
 
@@ -607,7 +609,9 @@ class TensorCoreAttention:
             self._fold_mma("latent_fold_mma", shape, work.stages, all_tiles, args)
         return out
 
-    def _block_attention_mma(self, q, kv, pages, tables, lengths, window, factor, shape):
+    def _block_attention_mma(
+        self, q, kv, pages, tables, lengths, window, factor, shape, settled: bool
+    ):
         out, (blocks, max_pages) = self.empty(q.shape, self.act), tables.shape
         n, heads, kv_heads = len(q) // blocks, q.shape[1], kv.shape[2]
         column_tiles = ceil(n * (heads // kv_heads), 8)
@@ -624,7 +628,7 @@ class TensorCoreAttention:
         self._launch(
             "attention_mma", f"block_spans_mma_{tile.tiles}", (min(at_once, units * slots),), q, kv,
             pages, lengths, tables, parts, values, *sizes, max_pages, factor,
-            shared_bytes=need, defines=shape.defines(1), dependent=True,
+            shared_bytes=need, defines=shape.defines(1), dependent=settled,
         )  # fmt: skip
         args = parts, values, lengths, out, *sizes
         self._fold_mma("block_fold_mma", shape, 1, all_tiles, args)

@@ -528,6 +528,14 @@ class ReferenceOps:
         """q_a [q_lora, hidden] and kv_a [latent + rope, hidden] for `latent_inputs`."""
         return self.prepare(q_a), self.prepare(kv_a)
 
+    def prepare_block_inputs(self, q: list, k: list, v: list, shards: int, kv_shards: int):
+        """q [H * d, hidden], k and v [KV * d, hidden] of all layers of the drafter, rows in so many
+        shards: what `block_inputs` takes, a layer each, and what `put_context` takes."""
+        queries = [self.prepare(w, shards=shards) for w in q]
+        keys, values = ([self.prepare(w, shards=kv_shards) for w in some] for some in (k, v))
+        inputs = list(zip(queries, keys, values, strict=True))
+        return inputs, [pair for _, *pair in inputs]
+
     def prepare_heads(self, kv_b, n_heads: int, nope: int, v: int) -> tuple[np.ndarray, np.ndarray]:
         """kv_b [H * (nope + v), latent] to absorb_q's [H, nope, latent] and absorb_v's
         [H, latent, v], so that scores and sums are taken in the latent space."""
@@ -633,10 +641,6 @@ class ReferenceOps:
     def take_rows(self, x: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """x [T, K] at int32 rows [n] -> [n, K]."""
         return x[rows]
-
-    def join_columns(self, parts: list[np.ndarray]) -> np.ndarray:
-        """[T, K] arrays side by side."""
-        return np.concatenate(parts, 1)
 
     # -- latent attention
 
@@ -860,7 +864,36 @@ class ReferenceOps:
             draft_positions=positions[:, 1:].reshape(-1),
         )
 
-    def block_attention(self, q, kv, pages, tables, lengths, window: int, scale: float, span: int):
+    def block_inputs(self, x, weight: tuple, q_norm, k_norm, eps: float, cos, sin, positions):
+        """x [T, hidden] -> queries [T, H, d], and keys and values [T, 2, KV, d]: queries and keys
+        normed over d (weights [d]), rounded and rotated; all rounded."""
+        q, k, v = weight
+        q = self._turned(x, q, q_norm, eps, cos, sin, positions)
+        return q, self._keys_values(x, k, v, k_norm, eps, cos, sin, positions)
+
+    def put_context(
+        self, x, weight: list, norms, eps: float, cos, sin, rows, slots, positions, pages, tables
+    ) -> None:
+        """Keys and values of all layers, as `block_inputs` makes them, of `rows` of x [T, hidden],
+        into `pages` [layers, n_pages, leaf, 2 * KV * d] as `put_entries`; norms [layers, d]."""
+        x = x[rows]
+        entries = [
+            self._keys_values(x, *pair, norm, eps, cos, sin, positions).reshape(len(x), -1)
+            for pair, norm in zip(weight, norms, strict=True)
+        ]
+        self.put_entries(pages, np.stack(entries), np.arange(len(x)), slots, positions, tables)
+
+    def _turned(self, x, weight: TiledWeight, norm, eps: float, cos, sin, positions):
+        heads = self.linear(x, weight).reshape(len(x), -1, len(norm))
+        return self.rope_halves(self.rms_norm(heads, norm, eps), cos, sin, positions)
+
+    def _keys_values(self, x, k: TiledWeight, v: TiledWeight, *how):
+        keys = self._turned(x, k, *how)
+        return np.stack([keys, self.linear(x, v, rounded=True).reshape(keys.shape)], 1)
+
+    def block_attention(
+        self, q, kv, pages, tables, lengths, window: int, scale: float, span: int, settled=False
+    ):
         """Drafter attention: every block over its context and itself, non-causal -> rounded.
 
         q        [B * n, H, d]      rows of B blocks; row i of a block stands at position length + i
@@ -868,6 +901,7 @@ class ReferenceOps:
         pages    [n_pages, leaf, 2, KV, d] of this layer;  tables: int32 [B, pages]
         lengths  int32 [B] context entries;  window: a key is visible while query - key < window
                  (0: always); within its block a query sees every key
+        settled  of no meaning here: everything is there
         """
         n_blocks = len(lengths)
         n, (n_heads, d) = len(q) // n_blocks, q.shape[1:]

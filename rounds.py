@@ -277,12 +277,13 @@ class Rounds:
 
     def round(self, choice: Choice, b: int, penalised: bool, sampled: bool) -> _Outputs:
         """One round over the first b places."""
-        o, state, depth, budget = self.ops, self.state, self.depth, choice.budget
+        o, state, budget = self.ops, self.state, choice.budget
+        depth = min(self.depth, budget - 1)  # of the trees at most
         roots, slots, limits = self.roots[:b], self.slots[:b], self.limits[:b]
         trees, whole = self.trees(choice, b, sampled)
         rows = o.tree_rows(trees, slots, state.lengths, b * budget)
         batch = Batch(rows.token_ids, rows.positions, rows.sequence, rows.parent)
-        forward = self.model.forward(batch, state, o.arange(b * budget))
+        forward = self.model.forward(batch, state)
         adjusted = None
         if penalised:
             adjusted = o.penalise_paths(forward.logits, rows, self.penalties, depth)
@@ -297,11 +298,9 @@ class Rounds:
         o.put_entries(state.pages, forward.entries, *vars(placed).values(), state.tables)
         if self.drafter is not None:
             self.drafter.extend(forward.taps, placed, state)
-        o.advance(state.lengths, slots, walks.counts)
+        o.advance(walks, slots, state.lengths, roots, limits)
         if penalised:
             o.count_tokens(self.penalties, walks.tokens, slots)
-        roots[...] = walks.roots
-        limits -= walks.counts
         scored = (None,) * 3 if whole is None else (whole.scores, whole.depths, whole.sizes)
         return _Outputs(walks.tokens, walks.counts, *scored, walks.rows, forward.logits)
 

@@ -187,12 +187,6 @@ def take_rows(b: Backend, draw: Draw, fp32: bool, rows: int, k: int, n: int) -> 
     return Outcome(result, x[chosen], np.zeros((n, k)))
 
 
-def join_columns(b: Backend, draw: Draw, rows: int, *widths: int) -> Outcome:
-    parts = [draw.values(rows, w) for w in widths]
-    result = b.get(b.ops.join_columns([b.send(p) for p in parts]))
-    return Outcome(result, np.concatenate(parts, 1), np.zeros(result.shape))
-
-
 # ---- rotation and latent attention -------------------------------------------------------------
 
 YARN = config.Rope(
@@ -215,15 +209,6 @@ def rotated(a, b, dim: int, positions):
     value = np.concatenate([a * c - b * s, b * c + a * s], -1)
     size = np.concatenate([np.abs(a * c) + np.abs(b * s), np.abs(b * c) + np.abs(a * s)], -1)
     return value, size
-
-
-def rope_halves(b: Backend, draw: Draw, rows: int, heads: int, d: int) -> Outcome:
-    x, positions = draw.values(rows, heads, d), draw.rng.integers(0, 64, rows).astype(np.int32)
-    cos, sin = b.ops.rope_table(YARN, d, 64)
-    result = b.get(b.ops.rope_halves(b.send(x), cos, sin, b.send(positions)))
-    wide = x.astype(np.float64)
-    expected, size = rotated(wide[..., : d // 2], wide[..., d // 2 :], d, positions)
-    return Outcome(result, expected, 4 * U * size + draw.ua * np.abs(expected))
 
 
 def latent_query(
@@ -381,6 +366,71 @@ def latent_attention(b, draw, heads, latent, rope, leaf, span, lengths, nodes) -
     return Outcome(result, expected, bound)
 
 
+def turned(b: Backend, y, norm, eps: float, d: int, positions):
+    """Heads [T, n, d] normed by `rms_norm`, then rotated here as float32 does, rounded."""
+    normed = b.get(b.ops.rms_norm(b.send(y.reshape(len(y), -1, d), fp32=True), norm, eps))
+    cos, sin = (b.get(table)[positions][:, None] for table in b.ops.rope_table(YARN, d, 64))
+    first, second = normed[..., : d // 2], normed[..., d // 2 :]
+    pairs = first * cos - second * sin, second * cos + first * sin
+    return rounded(b, np.concatenate(pairs, -1))
+
+
+def rounded(b: Backend, x: np.ndarray) -> np.ndarray:
+    return b.get(b.ops.round(b.send(x, fp32=True)))
+
+
+def block_inputs(
+    b, draw, kinds: tuple[str, str], rows: int, hidden: int, heads: int, kv_heads: int, d: int
+) -> Outcome:
+    """Bits of a product, norm and rotation each, whose own cases bound the error."""
+    ops, eps, x = b.ops, 1e-6, b.send(draw.values(rows, hidden))
+    q, k, v = (
+        draw.weight(kind, n * d, hidden)
+        for kind, n in zip((kinds[0], *kinds), (heads, kv_heads, kv_heads), strict=True)
+    )
+    q_norm, k_norm = (ops.upload(draw.values(d)) for _ in range(2))
+    positions = draw.rng.integers(0, 64, rows).astype(np.int32)
+    [weight], _ = ops.prepare_block_inputs([q], [k], [v], 1, 1)
+    turn = (*ops.rope_table(YARN, d, 64), b.send(positions))
+    have_q, have_kv = map(b.get, ops.block_inputs(x, weight, q_norm, k_norm, eps, *turn))
+    y = [b.get(ops.linear(x, ops.prepare(w))) for w in (q, k, v)]
+    want_q, want_k = (
+        turned(b, part, norm, eps, d, positions)
+        for part, norm in zip(y, (q_norm, k_norm), strict=False)
+    )
+    want_v = rounded(b, y[2]).reshape(want_k.shape)
+    have = np.concatenate([have_q, have_kv.reshape(rows, -1, d)], 1)
+    want = np.concatenate([want_q, want_k, want_v], 1)
+    return Outcome(have, want, np.zeros(have.shape))
+
+
+def put_context(
+    b, draw, kind: str, rows: int, hidden: int, layers: int, kv_heads: int, d: int
+) -> Outcome:
+    """The same of every layer, at scattered positions of shuffled pages; all else stays."""
+    ops, eps, leaf, x = b.ops, 1e-6, 16, b.send(draw.values(rows, hidden))
+    keys, values = ([draw.weight(kind, kv_heads * d, hidden) for _ in range(layers)] for _ in "kv")
+    norms, tables = draw.values(layers, d), np.array([[3, 1], [0, 2], [4, -1]], np.int32)
+    pages = draw.values(layers, 6, leaf, 2 * kv_heads * d)
+    slots = np.arange(rows + 1, dtype=np.int32) % 2
+    positions = np.arange(14, 15 + rows, dtype=np.int32)
+    chosen = draw.rng.integers(0, rows, rows + 1).astype(np.int32)
+    if not b.host:
+        slots[-1] = chosen[-1] = -1  # an unused place
+    sent, (_, weight) = b.send(pages), ops.prepare_block_inputs(keys, keys, values, 1, 1)
+    turn = ops.rope_table(YARN, d, 64)
+    at = [b.send(a) for a in (chosen, slots, positions)]
+    ops.put_context(x, weight, ops.upload(norms), eps, *turn, *at, sent, b.send(tables))
+    for layer in range(layers):
+        k, v = (b.get(ops.linear(x, ops.prepare(w[layer]))) for w in (keys, values))
+        for row, slot, position in zip(chosen, slots, positions, strict=True):
+            if slot >= 0:
+                one = turned(b, k[[row]], ops.upload(norms[layer]), eps, d, np.array([position]))
+                entry = np.concatenate([one.reshape(-1), rounded(b, v[row])])
+                pages[layer, tables[slot][position // leaf], position % leaf] = entry
+    return Outcome(b.get(sent), pages, np.zeros(pages.shape))
+
+
 def block_attention(b, draw, heads, kv_heads, d, leaf, span, lengths, n, window) -> Outcome:
     f = forest(draw, 2 * kv_heads * d, leaf, lengths, 1)
     rows, scale = len(lengths) * n, d**-0.5
@@ -480,9 +530,7 @@ SUMS = [
         (1, 1, None), (3, 33, 5), (2, 64, 8), (9, 96, 3), (2, 7168, None), (1, 7168, 7168),
     )),
     *((f, s) for f in (add, round_, silu_mul) for s in ((1, 1), (3, 333))),
-    (take_rows, (False, 7, 65, 4)), (take_rows, (True, 1, 300, 3)),
-    (join_columns, (3, 8, 8)), (join_columns, (2, 5, 300, 1)),
-    *((rope_halves, s) for s in ((1, 1, 2), (9, 3, 16), (2, 8, 128))),
+    *((take_rows, s) for s in ((False, 7, 65, 4), (True, 1, 302, 3), (False, 5, 72, 9))),
     *((latent_query, s) for s in (
         ("f32", 1, 1, 4, 2, 4, 8), ("bf16", 9, 4, 16, 8, 16, 32),
         ("bf16", 2, 1, 128, 64, 128, 512), ("bf16", 9, 3, 32, 6, 18, 32),
@@ -502,6 +550,13 @@ SUMS = [
         (4, 32, 8, 16, 2, (0, 15, 16, 37), 5),
         (5, 33, 6, 16, 4, (130,), 9),
         (8, 512, 64, 64, 4, (70, 1), 2),
+    )),
+    *((block_inputs, s) for s in (
+        (("f32", "f32"), 3, 16, 2, 1, 6), (("bf16", "bf16"), 9, 64, 4, 2, 16),
+        (("bf16", "f32"), 2, 32, 1, 1, 8), (("bf16", "bf16"), 2, 256, 8, 1, 128),
+    )),
+    *((put_context, s) for s in (
+        ("f32", 1, 16, 2, 1, 6), ("bf16", 9, 64, 3, 2, 16), ("bf16", 3, 256, 2, 1, 128),
     )),
     *((block_attention, s) for s in (
         (1, 1, 8, 16, 1, (0,), 1, 0),
@@ -873,9 +928,13 @@ def entries_move_and_lengths_advance(backend: Backend) -> None:
         if slot >= 0:
             pages[:, tables[slot][position // leaf], position % leaf] = fresh[:, row]
     assert np.array_equal(backend.get(sent), pages)
-    lengths = backend.send(np.array([3, 14, 7], np.int32))
-    ops.advance(lengths, np.array([1, 0, -1], np.int32), np.array([3, 1, 5], np.int32))
-    assert backend.get(lengths).tolist() == [4, 17, 7]
+    given = [3, 14, 7, 9], [50, 51, 52, 53], [8, 8, 8, -1], [3, 1, 5, 0], [60, 61, 62, 63]
+    lengths, roots, limits, counts, next_roots = (backend.send(np.array(a)) for a in given)
+    walks = kernels.Walks(*[None] * 4, counts, next_roots)
+    ops.advance(walks, np.array([1, 0, -1, 3], np.int32), lengths, roots, limits)
+    assert backend.get(lengths).tolist() == [4, 17, 7, 9]
+    assert backend.get(roots).tolist() == [60, 61, 52, 53]
+    assert backend.get(limits).tolist() == [5, 7, 8, -1]
 
 
 LAST_TURN = 2**32 - 1
