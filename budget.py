@@ -1,16 +1,26 @@
-"""How many nodes the next round drafts (`draft.budget: auto`): the number with the most expected
-tokens a second.
+"""What the next round drafts (`draft.budget: auto`): plain decoding, the chain, or a tree, of the
+number of nodes with the most expected tokens a second.
 
-A best-first tree is the beginning of every larger one, so one large tree's path probabilities say
-how often a walk would reach each depth with each number of nodes. What walks did reach calibrates
-them, text by text. A round's seconds are measured on this machine, once for each number of nodes,
-and corrected by the rounds that run. Nothing here can change a token.
+The text is the same whatever is drafted (R1), and a best-first tree is the beginning of every
+larger one. So once the tokens are there, one drafted tree says how far a walk would have got with
+every choice: all are judged by the same evidence, and none has to be tried for it. Plain decoding
+drafts nothing; for it to notice that drafts would pay, some of its rounds are `watched`: they
+draft, and verify the root alone.
+
+Regret, in seconds against the best fixed choice, with costs as measured:
+- Watched rounds take at most WATCHING of the time, and WATCHES of them once.
+- Evidence fades by KEPT a token. A choice that was better by g tokens a draft and is worse by h
+  since the text has changed is left once ln(1 + g / h) / (1 - KEPT) tokens have been seen. That
+  costs less than what g gains in 1 / (1 - KEPT) tokens, however large h is.
+- A text begins with what others of its kind have shown, which weighs as much as PRIOR drafts.
+- Drafts give way to plain decoding when they lose by more than the evidence may be wrong by.
+Nothing here can change a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,19 +29,21 @@ import numpy as np
 from spec_decode import Tree
 
 NODES = tuple(sorted(n for e in range(1, 11) for n in (2**e, 3 * 2 ** (e - 1)) if n not in (3, 6)))
-FRESH = 0.2  # weight of a round's prediction in its text's
-KEPT = 0.9  # of a text's counts after a round; of all texts' counts and seconds see below
-KEPT_OF_ALL = 0.97
-FORGOTTEN = 0.05  # of what is known of a text, in a round of plain decoding
-TRUST = 2.0  # reaches of a depth that a text must predict to weigh as much as all texts
+KEPT = 0.98  # of a text's evidence after a token
+KEPT_OF_ALL = 0.98  # of all texts' evidence after a draft
+PRIOR = 5.0  # drafts that a text must have seen to weigh as much as all texts
+NEUTRAL = 6.0  # drafts that all texts must have seen to weigh as much as that no choice is better
+UNSURE = 0.5  # standard errors by which drafts may lose to plain decoding and be kept
+WATCHING = 0.02  # of the time that watched rounds may take
+WATCHES = 8  # watched rounds that may be saved up
+MOST_QUIET = 64  # rounds of plain decoding between watched ones, if there is time for them
 TURNS = 4  # of every choice when they are measured; the shortest counts
+CLOSE = 0.03  # of its seconds: a choice that takes so little less than a larger one is left out
 MOST_LEFT = 256  # tokens to come of a text, as far as recording another round is concerned
-PROBING = 0.02  # of the time of plain decoding that drafts may take to be heard of again
-LEAST_QUIET, MOST_QUIET = 2, 256  # rounds of plain decoding between such drafts
 
 
 class Choice(NamedTuple):
-    """What a round drafts. scored: nodes of the larger tree whose scores are wanted; 0: of none."""
+    """What a round drafts. scored: nodes of the larger tree that is wanted as evidence; 0: none."""
 
     mode: str
     budget: int
@@ -70,21 +82,37 @@ def cut(tree: Tree, nodes: int, depth: int) -> Tree:
                 tree.score[first])  # fmt: skip
 
 
-def reach(scores, depths, sizes, of: Sequence[Choice], depth: int) -> np.ndarray:
-    """How often a walk gets to depth 1, 2, .. by the trees' own scores -> [B, choices, depth].
+def ranks(tree: Tree) -> np.ndarray:
+    """Places of the nodes by probability, as `cut` takes them -> [N]."""
+    places = np.empty(len(tree.score), np.int32)
+    places[np.argsort(-tree.score, kind="stable")] = np.arange(len(places))
+    return places
 
-    scores, depths  [B, M] of the nodes of trees of up to M nodes;  sizes [B]
-    """
-    there = np.arange(scores.shape[1]) < np.asarray(sizes)[:, None]
-    chance = np.exp(scores, where=there, out=np.zeros(scores.shape, np.float32))
-    at = np.where(there, depths, 0)[:, :, None] == np.arange(1, depth + 1)
-    likeliest = np.argsort(-chance, axis=1, kind="stable")
-    at = at * chance[:, :, None]
-    best = np.take_along_axis(at, likeliest[:, :, None], axis=1)
-    totals = {True: at.cumsum(axis=1), False: best.cumsum(axis=1)}
-    last = scores.shape[1] - 1
-    found = [totals[c.budget > depth][:, min(c.budget - 1, last)] for c in of]
-    return np.stack(found, axis=1)  # of plain decoding: the root, which is at no depth
+
+def inside(tree: Tree, nodes, of: Sequence[Choice], depth: int) -> np.ndarray:
+    """Which of these nodes are in the part of the tree that each choice verifies: bool
+    [choices, nodes]."""
+    budgets = np.array([c.budget for c in of])[:, None]
+    return np.where(budgets > depth, nodes, ranks(tree)[nodes]) < budgets
+
+
+def accepted(tree: Tree, tokens: Sequence[int], of: Sequence[Choice], depth: int):
+    """How deep a walk along `tokens` gets with each choice -> int [choices]; None where that
+    depends on tokens to come."""
+    path, ids, parents = [0], tree.token_ids.tolist(), tree.parent.tolist()
+    for node in range(1, len(ids)):
+        if parents[node] == path[-1]:
+            if len(path) > len(tokens):
+                return None
+            if ids[node] == tokens[len(path) - 1]:
+                path.append(node)
+    return inside(tree, np.array(path), of, depth).sum(axis=1) - 1
+
+
+def claimed(tree: Tree, of: Sequence[Choice], depth: int) -> np.ndarray:
+    """The same as the tree's own probabilities have it: fp64 [choices]."""
+    nodes = np.arange(1, len(tree.score))
+    return inside(tree, nodes, of, depth) @ np.exp(tree.score[1:].astype(float))
 
 
 class Costs:
@@ -145,31 +173,43 @@ class Costs:
         self.pace *= off**pace
 
 
-@dataclass
-class _Text:
-    """What is known of a text, or of all greedy or all sampled ones.
+class Evidence:
+    """What drafts of one text, or of all texts of a kind, became; older ones have faded.
 
-    reach        [choices, depth] predicted, smoothed
-    hits, hopes  [depth] walks that got there, and were predicted to
+    n              drafts
+    got, claimed   [choices] tokens that walks reached, and that the drafts' probabilities said
     """
 
-    reach: np.ndarray
-    hits: np.ndarray
-    hopes: np.ndarray
+    def __init__(self, choices: int):
+        self.n, self.got, self.claimed = 0.0, np.zeros(choices), np.zeros(choices)
 
-    def add(self, predicted, choice: int, got: np.ndarray, kept: float, fresh: float) -> None:
-        self.reach = self.reach + fresh * (predicted - self.reach)
-        self.hits = kept * self.hits + got
-        self.hopes = kept * self.hopes + predicted[choice]
+    def fade(self, kept: float) -> None:
+        self.n *= kept
+        self.got *= kept
+        self.claimed *= kept
 
-    def forget(self, of_all: _Text) -> None:
-        """A round without drafts: what was known of this text counts less than what is of all."""
-        self.reach = self.reach + FORGOTTEN * (of_all.reach - self.reach)
-        self.hits, self.hopes = (1 - FORGOTTEN) * self.hits, (1 - FORGOTTEN) * self.hopes
+    def add(self, got: np.ndarray, claimed: np.ndarray) -> None:
+        self.n += 1
+        self.got += got
+        self.claimed += claimed
 
-    def calibration(self, prior) -> np.ndarray:
-        """[depth], from `prior` on."""
-        return (self.hits + TRUST * prior) / (self.hopes + TRUST)
+    def mean(self, prior: np.ndarray, weight: float) -> np.ndarray:
+        """Tokens that a draft's walk reaches, from `prior` on."""
+        return (self.got + weight * prior) / (self.n + weight)
+
+    def calibration(self, prior: np.ndarray | float) -> np.ndarray:
+        """Tokens reached for one that was claimed."""
+        return (self.got + PRIOR * prior) / (self.claimed + PRIOR)
+
+
+@dataclass
+class _Text:
+    """A text's evidence, faded up to its `length`, and its drafts of which it does not say yet what
+    became of them: (where the tokens begin that follow the root, tree)."""
+
+    evidence: Evidence
+    length: int
+    open: list[tuple[int, Tree]] = field(default_factory=list)
 
 
 class Auto:
@@ -180,11 +220,20 @@ class Auto:
 
     def __init__(self, depth: int, most: int, rows: int):
         self.depth, self.rows = depth, rows
-        self.choices = choices(depth, most)
+        self.offer(choices(depth, most))
         self.costs, self.measured = Costs(), False
+        self.worth = np.ones(len(self.choices))  # tokens of plain decoding in the same time
+        self.narrows = False  # trees are cut by their own probabilities
+        self.extra = 0.0  # seconds of a watched round more than of plain decoding
+        self.saved = 0.0  # seconds for watched rounds
+        self.quiet, self.gap = 0, 1  # plain rounds since a watched one, and until the next
+
+    def offer(self, of: Sequence[Choice]) -> None:
+        """Choose among these from now on; what was known of others is forgotten."""
+        self.choices = tuple(of)
+        self.watched = Choice("ar", 1, self.choices[-1].scored)
         self.texts: WeakKeyDictionary = WeakKeyDictionary()
-        self.kinds: dict[bool, _Text] = {}  # by whether the choice is greedy
-        self.quiet = 0  # rounds of plain decoding since the last draft
+        self.kinds = {greedy: Evidence(len(self.choices)) for greedy in (True, False)}
 
     def measure(self, seconds_of: Callable[[Choice], float | None], recorded: bool) -> None:
         """Time all choices, the smallest first, up to where even a whole block would not pay.
@@ -203,104 +252,126 @@ class Auto:
                 return
             if took[choice] > (self.depth + 1) * took[self.choices[0]]:
                 break
-        for choice in list(took) * (TURNS - 2):
+        names = list(took)
+        for choice in [*names, self.watched] * (TURNS - 2):
             if not time(choice):
                 return
-        names = list(took)  # fewer rows take no longer: what says so was held up
+        # Fewer rows take no longer: what says so was held up.
         best = np.minimum.accumulate([took[c] for c in names][::-1])[::-1].tolist()
+        self.extra = max(took[self.watched] - best[0], 0.0)
+        self.saved = WATCHES * self.extra
         if not recorded:
             most = max(c.budget for c in names)
             names = [c._replace(scored=min(c.scored, most)) for c in names]
-        self.costs, self.measured = Costs(dict(zip(names, best, strict=True))), True
-        self.choices = tuple(names)
-        self.texts.clear()
-        self.kinds.clear()
+        last = len(names) - 1
+        kept = [i for i in range(last) if not i or best[i] < (1 - CLOSE) * best[i + 1]] + [last]
+        self.offer(names[i] for i in kept)
+        seconds = np.array(best)[kept]
+        self.worth, self.narrows = seconds / seconds[0], not recorded
+        self.costs = Costs(dict(zip(self.choices, seconds.tolist(), strict=True)))
+        self.measured = True
 
     # -- the choice
 
-    def gain(self, sequences: list) -> np.ndarray | None:
-        """Expected tokens of a round of these together [choices]; None where one is the first of
-        its kind."""
-        known = [self.texts.get(s, self.kinds.get(s.params.greedy)) for s in sequences]
-        if None in known:
-            return None
-        return self.expect(sequences, np.stack([text.reach for text in known]))
+    def known(self, sequence) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens that drafts of this text are expected to add, and the squared error [choices]."""
+        kind, text = self.kinds[sequence.params.greedy], self.texts.get(sequence)
+        mean, n = kind.mean(np.minimum(self.worth - 1, self.depth), NEUTRAL), min(PRIOR, kind.n)
+        if text is not None:
+            mean, n = text.evidence.mean(mean, PRIOR), n + text.evidence.n
+        return mean, (mean + 1) / (n + 1)
 
-    def expect(self, sequences: list, predicted: np.ndarray) -> np.ndarray:
-        """Expected tokens of all together [choices] by predictions [B, choices, depth]."""
-        scales = np.ones((len(sequences), 1, self.depth))
-        for scale, sequence in zip(scales, sequences, strict=True):
-            of_all, text = self.kinds.get(sequence.params.greedy), self.texts.get(sequence)
-            if of_all is not None:
-                scale[:] = of_all.calibration(1.0)
-            if text is not None:
-                scale[:] = text.calibration(scale)
-        likely = np.minimum.accumulate(np.minimum(predicted * scales, 1.0), axis=2)
-        return len(sequences) + likely.sum(axis=(0, 2))
+    def gain(self, sequences: list) -> tuple[np.ndarray, np.ndarray]:
+        """Expected tokens of a round of these together, and how far they may be off [choices]."""
+        means, squares = zip(*map(self.known, sequences), strict=True)
+        return len(sequences) + sum(means), UNSURE * sum(squares) ** 0.5
 
-    def choose(self, sequences: list, before: np.ndarray | float = 0.0) -> Choice:
-        """What the next round of these sequences drafts. before [choices]: seconds that go by
-        before the first such round, which must pay with what the texts may still become."""
-        b, gain = len(sequences), self.gain(sequences)
-        if not self.measured or gain is None:
+    def choose(self, sequences: list, before: np.ndarray | None = None) -> Choice:
+        """What the next round of these sequences drafts. before [choices + 1]: seconds that go by
+        before the first such round (the last: watched), which must pay with what the texts may
+        still become."""
+        for sequence in sequences:
+            self.settle(sequence)
+        if not self.measured or not all(self.kinds[s.params.greedy].n for s in sequences):
             return next((c for c in self.choices if c.mode == "chain"), self.choices[-1])
-        costs = self.seconds(b)
+        b, (gain, unsure) = len(sequences), self.gain(sequences)
+        before = np.zeros(len(self.choices) + 1) if before is None else before
         left = sum(min(s.rule.max_tokens - s.n_emitted, MOST_LEFT) for s in sequences)
-        took = left * costs / gain + before
+        work = left * self.seconds(b)
+        took = work / gain + before[:-1]
         took[1:][[b * c.budget > self.rows for c in self.choices[1:]]] = np.inf
-        best, draft = int(np.argmin(took)), 1 + int(np.argmin(took[1:]))
-        if best == 0 and took[draft] < np.inf:
-            for sequence in sequences:  # what was low may have risen: nothing is heard of it now
-                if sequence in self.texts:
-                    self.texts[sequence].forget(self.kinds[sequence.params.greedy])
-            self.quiet += 1
-            lost = costs[draft] - costs[0] * gain[draft] / b
-            if self.quiet >= min(max(lost / (PROBING * costs[0]), LEAST_QUIET), MOST_QUIET):
-                best = draft
-        if best:
-            self.quiet = 0
-        return self.choices[best]
+        draft = 1 + int(np.argmin(took[1:]))
+        if took[draft] * gain[draft] / (gain[draft] + unsure[draft]) < took[0]:
+            self.quiet, self.gap = 0, 1
+            return self.choices[draft]
+        return self.plain(self.extra + before[-1])
+
+    def plain(self, price: float) -> Choice:
+        """Plain decoding, watched now and then: at growing intervals while drafts would not pay,
+        and for no more than WATCHING of the time. price: seconds that watching adds to a round."""
+        self.quiet += 1
+        self.saved = min(self.saved, WATCHES * price)
+        if self.quiet < self.gap or self.saved < price:
+            return self.choices[0]
+        self.saved -= price
+        self.quiet, self.gap = 0, min(2 * self.gap, MOST_QUIET)
+        return self.watched
 
     def seconds(self, b: int) -> np.ndarray:
         return np.array([self.costs.of(c, b) for c in self.choices])
 
-    def narrow(self, sequences: list, predicted: np.ndarray) -> Choice:
-        """What to verify of trees that are there, by their own scores [B, choices, depth]: the most
-        tokens above those that its seconds are worth at the best rate."""
-        costs, gain = self.seconds(len(sequences)), self.expect(sequences, predicted)
-        usual = self.gain(sequences)
-        rate = ((gain if usual is None else usual) / costs).max()
+    def narrow(self, sequences: list, trees: Sequence[Tree]) -> Choice:
+        """What to verify of trees that are there, by their own probabilities: the most tokens above
+        those that its seconds are worth at the best rate."""
+        b, costs = len(sequences), self.seconds(len(sequences))
+        gain = np.full(len(self.choices), float(b))
+        for sequence, tree in zip(sequences, trees, strict=True):
+            scale = self.kinds[sequence.params.greedy].calibration(1.0)
+            if (text := self.texts.get(sequence)) is not None:
+                scale = text.evidence.calibration(scale)
+            gain += np.minimum(claimed(tree, self.choices, self.depth) * scale, self.depth)
+        rate = (self.gain(sequences)[0] / costs).max()
         return self.choices[1 + int(np.argmax((gain - rate * costs)[1:]))]
-
-    def predicted(self, trees: Sequence[Tree]) -> np.ndarray:
-        """`reach` of trees that may differ in size."""
-        sizes = np.array([len(t) for t in trees])
-        scores = np.zeros((len(trees), sizes.max()), np.float32)
-        depths = np.zeros(scores.shape, np.int32)
-        for i, tree in enumerate(trees):
-            scores[i, : len(tree)], depths[i, : len(tree)] = tree.score, tree.depth
-        return reach(scores, depths, sizes, self.choices, self.depth)
 
     # -- what it became
 
     def heard(self, done) -> None:
-        """Of a recorded round (rounds.Done)."""
-        self.costs.saw(done.choice, len(done.places), done.seconds)
-        if done.scored is None:
-            return
-        live = [i for i, n in enumerate(done.counts) if n]
-        predicted = reach(*(a[live] for a in done.scored), self.choices, self.depth)
-        self.learn([done.places[i] for i in live], done.choice, predicted, done.counts[live] - 1)
+        """Of a recorded round (rounds.Done), before its tokens are added to the texts."""
+        self.saw(done.choice, len(done.places), done.seconds)
+        if done.trees is not None:
+            live = [i for i, n in enumerate(done.counts) if n]
+            self.learn([done.places[i] for i in live], [done.trees[i] for i in live])
 
-    def learn(self, sequences: list, choice: Choice, predicted: np.ndarray, accepted) -> None:
-        """A round's predictions [B, choices, depth], and how deep each walk got [B]."""
-        if choice not in self.choices:
+    def saw(self, choice: Choice, b: int, seconds: float) -> None:
+        """A round of b sequences ran."""
+        self.costs.saw(choice, b, seconds)
+        self.saved += WATCHING * seconds
+
+    def learn(self, sequences: list, trees: Sequence[Tree]) -> None:
+        """Trees that were drafted behind these texts as they are now."""
+        for sequence, tree in zip(sequences, trees, strict=True):
+            if sequence.rule.max_tokens - sequence.n_emitted <= self.depth:
+                continue  # near its end a text takes smaller trees: they say nothing of others
+            length = len(sequence.tokens)
+            if sequence not in self.texts:
+                self.texts[sequence] = _Text(Evidence(len(self.choices)), length)
+            self.texts[sequence].open.append((length, tree))
+
+    def settle(self, sequence) -> None:
+        """Take as evidence the drafts of which the text now says what became of them."""
+        if (text := self.texts.get(sequence)) is None:
             return
-        which, deep = self.choices.index(choice), np.arange(1, self.depth + 1)
-        for sequence, mine, n in zip(sequences, predicted, accepted, strict=True):
-            got = (deep <= n).astype(float)
-            nothing = np.zeros(self.depth)
-            kind = self.kinds.setdefault(sequence.params.greedy, _Text(mine, nothing, nothing))
-            text = self.texts.setdefault(sequence, _Text(kind.reach, nothing, nothing))
-            kind.add(mine, which, got, KEPT_OF_ALL, FRESH / 4)
-            text.add(mine, which, got, KEPT, FRESH)
+        tokens, kind, waiting = sequence.tokens, self.kinds[sequence.params.greedy], text.open
+        text.evidence.fade(KEPT ** (len(tokens) - text.length))
+        text.length, text.open = len(tokens), []
+        for start, tree in waiting:
+            got = accepted(tree, tokens[start : start + self.depth], self.choices, self.depth)
+            if got is None:
+                text.open.append((start, tree))
+                continue
+            claims = claimed(tree, self.choices, self.depth) if self.narrows else 0.0
+            text.evidence.add(got, claims)
+            kind.fade(KEPT_OF_ALL)
+            kind.add(got, claims)
+            if (1 + got > self.worth)[1:].any():
+                self.gap = 1  # what plain decoding saw would have paid

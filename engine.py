@@ -78,11 +78,11 @@ class Order:
 
 @dataclass(frozen=True)
 class Drafted:
-    """The trees of a step; predicted: of the larger trees that they were cut from (Auto)."""
+    """The trees of a step; larger: those that they were cut from (Auto)."""
 
     choice: Choice
     trees: list[tuple[Sequence, Tree]]
-    predicted: np.ndarray | None = None
+    larger: list[Tree] | None = None
 
 
 @dataclass(frozen=True)
@@ -255,8 +255,8 @@ class Engine:
             entry += draft.num_hidden_layers * 2 * kv_heads * draft.head_dim
         nodes = decode.batch * self.settings.draft.most
         if self.settings.draft.budget == config.AUTO:
-            # Each number of nodes keeps the arrays of its round; together about so much.
-            nodes = 3 * budgets.most_rows(decode.batch, self.settings.draft.limit)
+            # Each number of nodes keeps the arrays of its rounds; together about so much.
+            nodes = 6 * budgets.most_rows(decode.batch, self.settings.draft.limit)
         rows, reach = max(decode.prefill_chunk, nodes), decode.context - 1
         plans = [self.plan, self.draft_plan] if self.draft_plan else [self.plan]
         # The drafter's k and v: beside its q, and all together.
@@ -330,11 +330,18 @@ class Engine:
         self.choice = Choice(mode, 1 if budget == config.AUTO else budget)
 
     def warm_up(self) -> None:
-        """Decode a little, so that the rounds are measured before anybody waits for them."""
+        """Measure the rounds of one text before anybody waits for them; where they are recorded,
+        those of a sampled text too, which are others."""
         n = min(WARM_UP, self.settings.decode.context - self.drafter.dims.block_size - 2)
         ids = np.random.default_rng(0).integers(0, self.dims.vocab_size, max(n, 1)).tolist()
-        with suppress(UserError):  # a cache that is too small for it
-            self.generate([ids], SamplingParams(max_tokens=3, ignore_eos=True))
+        for temperature in (0.0,) if self.rounds is None else (0.0, 1.0):
+            asked = SamplingParams(temperature=temperature, max_tokens=3, ignore_eos=True)
+            with suppress(UserError):  # a cache that is too small for it
+                sequence = self.submit(ids, asked)
+                while not sequence.n_emitted and sequence.finish_reason is None:
+                    self.advance(sequence)
+                self.measure(sequence)
+                self.cancel(sequence)
 
     # -- the other ranks
 
@@ -433,7 +440,7 @@ class Engine:
         step = self.verify(drafted.trees, chunks)
         accepted = self.accept(step)
         if not chunks:
-            self.learn(drafted, accepted, time.perf_counter() - began)
+            self.learn(drafted, time.perf_counter() - began)
         return self.commit(step, accepted)
 
     def recorded(self, choice: Choice) -> list[Sequence] | None:
@@ -446,7 +453,7 @@ class Engine:
             done = self.rounds.step(self.running, choice, more)
             if done is None:
                 return None
-            if self.auto is not None:
+            if self.auto is not None and self.leads:
                 self.auto.heard(done)
             for sequence, tokens, logits in done.emitted:
                 taken = sequence.emit(tokens, logits)
@@ -525,12 +532,17 @@ class Engine:
             return self.auto.choices[0]
         rounds = None if self.rounds is None or self.rounds.failed else self.rounds
         if not self.auto.measured and len(ready) == len(self.running):
-            arrival = ready[0].arrival
-            self.auto.measure(lambda choice: self.seconds(choice, arrival), rounds is not None)
+            self.measure(ready[0])
         if rounds is None:
             return self.auto.choose(ready)
-        missing = [not rounds.recorded(choice, ready) for choice in self.auto.choices]
+        of = (*self.auto.choices, self.auto.watched)
+        missing = [not rounds.recorded(choice, ready) for choice in of]
         return self.auto.choose(ready, rounds.recording * np.array(missing))
+
+    def measure(self, sequence: Sequence) -> None:
+        """Time the rounds that "auto" chooses among, from where this sequence stands."""
+        recorded = self.rounds is not None and not self.rounds.failed
+        self.auto.measure(lambda choice: self.seconds(choice, sequence.arrival), recorded)
 
     def seconds(self, choice: Choice, arrival: int) -> float | None:
         """How long a round of the one sequence of this number takes; None: pages are short."""
@@ -550,9 +562,9 @@ class Engine:
         self, choice: Choice, some: list[Sequence] | None = None
     ) -> list[tuple[Sequence, Tree]]:
         """A tree for every sequence that decodes, or for some; larger ones than the choice says
-        where their scores are wanted."""
+        where they are wanted."""
         ready = self.ready() if some is None else some
-        if choice.mode == "ar":
+        if choice.mode == "ar" and not choice.scored:
             return [(s, spec_decode.single(s.tokens[-1])) for s in ready]
         mode, nodes = choice.mode, choice.budget
         if choice.scored:
@@ -570,25 +582,22 @@ class Engine:
         """The trees to verify: where larger ones were drafted, as much of them as pays."""
         if not choice.scored or not trees:
             return Drafted(choice, trees)
-        sequences, drafted = map(list, zip(*trees, strict=True))
-        predicted = self.auto.predicted(drafted)
-        if self.leads and self.auto.measured:
-            choice = self.auto.narrow(sequences, predicted)
+        sequences, larger = map(list, zip(*trees, strict=True))
+        if self.leads and self.auto.measured and choice.mode != "ar":
+            choice = self.auto.narrow(sequences, larger)
         if self.comm is not None:
             choice = self.comm.broadcast(choice)
         depth = self.auto.depth
         trees = [(s, budgets.cut(tree, choice.budget, depth)) for s, tree in trees]
-        return Drafted(choice, trees, predicted)
+        return Drafted(choice, trees, larger)
 
-    def learn(self, drafted: Drafted, accepted: list[Accepted], seconds: float) -> None:
-        """What the trees became, and how long it took, for the choices that follow."""
-        if self.auto is None or not drafted.trees:
+    def learn(self, drafted: Drafted, seconds: float) -> None:
+        """What was drafted, and how long the step took, for the choices that follow."""
+        if self.auto is None or not drafted.trees or not self.leads:
             return
-        self.auto.costs.saw(drafted.choice, len(drafted.trees), seconds)
-        if drafted.predicted is not None:
-            deep = [len(a.walk.rows) - 1 for a in accepted if a.part.tree is not None]
-            sequences = [s for s, _ in drafted.trees]
-            self.auto.learn(sequences, drafted.choice, drafted.predicted, deep)
+        self.auto.saw(drafted.choice, len(drafted.trees), seconds)
+        if drafted.larger is not None:
+            self.auto.learn([s for s, _ in drafted.trees], drafted.larger)
 
     def verify(self, trees, chunks) -> Step:
         """One forward over all trees and prompt pieces."""

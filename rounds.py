@@ -25,6 +25,7 @@ from config import DeviceFault, UserError
 from model import Batch
 from request import Sequence
 from sampling import SamplingParams
+from spec_decode import Tree
 
 log = logging.getLogger("kdtree")
 MOST_STOPS = 16  # stop ids of a request that min_tokens can hide on the device
@@ -38,19 +39,12 @@ class Emitted(NamedTuple):
     logits: np.ndarray | None
 
 
-class Scored(NamedTuple):
-    """Of the larger trees that a round's were cut from: scores and depths [B, M], sizes [B]."""
-
-    scores: np.ndarray
-    depths: np.ndarray
-    sizes: np.ndarray
-
-
 @dataclass(frozen=True)
 class Done:
     """A round that was read.
 
     seconds  of the device;  places, counts  every sequence of it, and the rows that it accepted
+    trees    the larger ones that were wanted (Choice.scored), of every sequence
     """
 
     emitted: list[Emitted]
@@ -58,7 +52,7 @@ class Done:
     seconds: float
     places: list[Sequence]
     counts: np.ndarray
-    scored: Scored | None
+    trees: list[Tree] | None
 
 
 @dataclass
@@ -85,13 +79,15 @@ class _Outputs(NamedTuple):
     """What a round leaves behind, on the device.
 
     tokens, rows  int32 [b, depth + 1];  counts int32 [b];  logits fp32 [b * budget, V]
-    scores, depths, sizes  of the larger trees (Scored), or None
+    token_ids .. sizes  of the larger trees that are wanted (ops.Trees), or None
     """
 
     tokens: object
     counts: object
-    scores: object
+    token_ids: object
+    parents: object
     depths: object
+    scores: object
     sizes: object
     rows: object
     logits: object
@@ -104,7 +100,7 @@ class _Read(NamedTuple):
     counts: np.ndarray
     logits: np.ndarray | None
     rows: np.ndarray | None
-    scored: Scored | None
+    trees: list[Tree] | None
     seconds: float
 
 
@@ -176,7 +172,7 @@ class Rounds:
             if n and sequence.finish_reason is None and sequence.slot >= 0:
                 logits = None if read.logits is None else read.logits[read.rows[place, :n]]
                 got.append(Emitted(sequence, read.tokens[place, :n].tolist(), logits))
-        return Done(got, flight.choice, read.seconds, flight.places, read.counts, read.scored)
+        return Done(got, flight.choice, read.seconds, flight.places, read.counts, read.trees)
 
     def key(self, choice: Choice, b: int, penalised: bool, sampled: bool = False) -> tuple:
         """What a recorded graph is for."""
@@ -258,18 +254,19 @@ class Rounds:
             self.ops.refill(self.state.tables, tables)
 
     def _reader(self, made: _Outputs, wanted: bool, begin) -> Callable[[], _Read]:
-        there = made.scores is not None
-        scored = (made.scores, made.depths, made.sizes) if there else ()
-        end = self.ops.launcher.mark()
+        end, arrays = self.ops.launcher.mark(), () if made.sizes is None else made[2:7]
         bits = (made.rows, made.logits) if wanted else ()
-        fetch = self.ops.fetch((made.tokens, made.counts, *scored, *bits))
+        fetch = self.ops.fetch((made.tokens, made.counts, *arrays, *bits))
 
         def read() -> _Read:
             tokens, counts, *rest = fetch()
-            scored = Scored(*rest[:3]) if there else None
+            larger = None
+            if arrays:
+                *nodes, sizes = rest[: len(arrays)]
+                larger = [Tree(*(a[i, :n] for a in nodes)) for i, n in enumerate(sizes)]
             rows, logits = rest[-2:] if wanted else (None, None)
             seconds = self.ops.launcher.between(begin, end)
-            return _Read(tokens, counts, logits, rows, scored, seconds)
+            return _Read(tokens, counts, logits, rows, larger, seconds)
 
         return read
 
@@ -301,14 +298,14 @@ class Rounds:
         o.advance(walks, slots, state.lengths, roots, limits)
         if penalised:
             o.count_tokens(self.penalties, walks.tokens, slots)
-        scored = (None,) * 3 if whole is None else (whole.scores, whole.depths, whole.sizes)
-        return _Outputs(walks.tokens, walks.counts, *scored, walks.rows, forward.logits)
+        larger = (None,) * 5 if whole is None else vars(whole).values()
+        return _Outputs(walks.tokens, walks.counts, *larger, walks.rows, forward.logits)
 
     def trees(self, choice: Choice, b: int, sampled: bool = False) -> tuple:
-        """The round's trees, and the larger ones whose scores are wanted or None."""
+        """The round's trees, and the larger ones that are wanted or None."""
         o, nodes, scored = self.ops, choice.budget, choice.scored
         roots, limits = self.roots[:b], self.limits[:b]
-        if nodes == 1:  # plain decoding: nothing is drafted
+        if nodes == 1 and not scored:  # plain decoding: nothing is drafted
             nothing = (array[:b] for array in self.nothing)
             return o.build_trees(roots, limits, *nothing, 1), None
         width = 1 if choice.mode == "chain" and not scored else max(nodes, scored)

@@ -195,22 +195,24 @@ def test_budgets_that_change_every_round(device, batch, make, plain, monkeypatch
     made = make(device, batch=batch)
     made.use("tree", "auto")
     auto = made.auto
-    auto.choices = tuple(c._replace(scored=12) for c in auto.choices if c.budget in SEVERAL)
+    auto.offer(c._replace(scored=12 * (c.budget > 1)) for c in auto.choices if c.budget in SEVERAL)
     auto.costs.measured = {c: 1.0 for c in auto.choices}
     auto.measured = True
-    script, picked, flown = np.random.default_rng(1), [], []
+    script, picked, flown, learned = np.random.default_rng(1), [], [], []
+    of = (*auto.choices, auto.watched)
 
     def choose(sequences, before):
-        assert len(before) == len(auto.choices)
-        picked.append(auto.choices[script.integers(len(auto.choices))])
+        assert len(before) == len(auto.choices) + 1
+        picked.append(of[script.integers(len(of))])
         flown.append(made.rounds.flight is not None)
         return picked[-1]
 
     monkeypatch.setattr(auto, "choose", choose)
+    monkeypatch.setattr(auto, "learn", lambda _, trees: learned.extend(map(len, trees)))
     for _ in range(2):  # at first each round is recorded, and waits for the one in flight
         assert_same(decode(made, REQUESTS[:2]), expected)
-    assert set(picked) == set(auto.choices) and sum(flown) > 3
-    assert all(auto.kinds[greedy].hopes.any() for greedy in (True, False))
+    assert set(picked) == set(of) and sum(flown) > 3
+    assert max(learned) == 12
 
 
 def test_rounds_are_measured_where_they_stand(device, make, plain) -> None:
@@ -218,12 +220,12 @@ def test_rounds_are_measured_where_they_stand(device, make, plain) -> None:
     expected = plain(device)
     made = make(device)
     made.use("tree", "auto")
-    made.auto.choices = tuple(
-        c._replace(scored=12) for c in made.auto.choices if c.budget in (1, 8)
+    made.auto.offer(
+        c._replace(scored=12 * (c.budget > 1)) for c in made.auto.choices if c.budget in (1, 8)
     )
     assert_same(decode(made, REQUESTS), expected)
     assert made.auto.measured and all(s > 0 for s in made.auto.costs.measured.values())
-    assert {key[0] for key in made.rounds.graphs} >= set(made.auto.choices)
+    assert {key[0] for key in made.rounds.graphs} >= {*made.auto.choices, made.auto.watched}
 
 
 def test_g1_huge_top_k_and_min_tokens_are_harmless(device, make) -> None:
