@@ -98,6 +98,7 @@ def table(arguments) -> list[dict]:
     if engine.rounds is not None:
         engine.rounds.drafter = replay
         engine.rounds.graphs.clear()  # of the warm-up: they draft without the script
+        engine.autos.clear()
     rows = []
     for context in arguments.contexts:
         rows += of_context(engine, context, arguments)

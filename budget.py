@@ -253,7 +253,7 @@ class Auto:
             if took[choice] > (self.depth + 1) * took[self.choices[0]]:
                 break
         names = list(took)
-        for choice in [*names, self.watched] * (TURNS - 2):
+        for choice in [self.watched] * 2 + [*names, self.watched] * (TURNS - 2):
             if not time(choice):
                 return
         # Fewer rows take no longer: what says so was held up.

@@ -332,16 +332,20 @@ class Engine:
     def warm_up(self) -> None:
         """Measure the rounds of one text before anybody waits for them; where they are recorded,
         those of a sampled text too, which are others."""
-        n = min(WARM_UP, self.settings.decode.context - self.drafter.dims.block_size - 2)
+        most = self.drafter.dims.block_size + 1  # tokens: the drafts are not cut short
+        n = min(WARM_UP, self.settings.decode.context - most - 1)
         ids = np.random.default_rng(0).integers(0, self.dims.vocab_size, max(n, 1)).tolist()
         for temperature in (0.0,) if self.rounds is None else (0.0, 1.0):
-            asked = SamplingParams(temperature=temperature, max_tokens=3, ignore_eos=True)
+            asked = SamplingParams(temperature=temperature, max_tokens=most, ignore_eos=True)
             with suppress(UserError):  # a cache that is too small for it
                 sequence = self.submit(ids, asked)
-                while not sequence.n_emitted and sequence.finish_reason is None:
-                    self.advance(sequence)
-                self.measure(sequence)
-                self.cancel(sequence)
+                try:
+                    while not sequence.n_emitted and sequence.finish_reason is None:
+                        self.advance(sequence)
+                    if sequence.finish_reason is None:
+                        self.measure(sequence)
+                finally:
+                    self.cancel(sequence)
 
     # -- the other ranks
 
