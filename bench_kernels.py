@@ -166,12 +166,13 @@ def mixture_case(goals: dict) -> Case:
 
 
 def layer_case(goals: dict) -> Case:
-    """All of a layer but attention, whose output is the same for every row, and routed experts."""
+    """All of a layer but attention and experts, routed and shared, as a chain of the launches that
+    model.py makes: from its normed input to the next layer's. What attention and experts would add
+    is drawn beforehand, the same for every row."""
     sizes = {
         "q_a": (Q_LORA, HIDDEN), "kv_a": (LATENT + ROPE, HIDDEN),
         "q_b": (HEADS * (NOPE + ROPE), Q_LORA), "kv_b": (HEADS * (NOPE + VALUE), LATENT),
         "o": (HIDDEN, HEADS * VALUE), "router": (EXPERTS, HIDDEN),
-        "gate": (1, WIDTH, HIDDEN), "up": (1, WIDTH, HIDDEN), "down": (1, HIDDEN, WIDTH),
     }  # fmt: skip
 
     def draw(kernels, seed: int) -> dict:
@@ -188,6 +189,8 @@ def layer_case(goals: dict) -> Case:
         seen = seen.reshape(MOST_ROWS, HEADS, LATENT)
         if kernels.act != launchers.BFLOAT16:
             seen = kernels.launcher.upload(kernels.download(seen))
+        mixed = kernels.launcher.empty((1, HIDDEN), np.float32)
+        kernels.generate(mixed, 4, 0.0, 1.0)
         heads = kernels.prepare_heads(w["kv_b"], HEADS, NOPE, VALUE)
         return w | {
             "inputs": kernels.prepare_latent_inputs(w["q_a"], w["kv_a"]),
@@ -196,10 +199,10 @@ def layer_case(goals: dict) -> Case:
             "value": heads[1],
             "o": kernels.prepare(w["o"], shards=HEADS, row_cut=True),
             "router": kernels.prepare(w["router"]),
-            "shared": kernels.prepare_mlp(w["gate"], w["up"], w["down"], 1),
             "turn": kernels.rope_table(YARN, ROPE, 8),
             "positions": kernels.index(np.full(MOST_ROWS, 5)),
             "seen": seen,
+            "mixed": xp.repeat(mixed, MOST_ROWS, 0),
         }
 
     def run(kernels, w: dict, x):
@@ -211,7 +214,7 @@ def layer_case(goals: dict) -> Case:
         o = kernels.absorb_v(w["seen"][:n], w["value"]).reshape(n, -1)
         x, h = kernels.add_rms_norm(x, kernels.linear(o, w["o"]), w["norm_norm"], 1e-5)
         kernels.route(h, w["router"], w["bias"], TOP_K, True, 2.827)
-        return kernels.add_rms_norm(x, kernels.mlp(h, w["shared"]), w["norm_norm"], 1e-5)[1]
+        return kernels.add_rms_norm(x, w["mixed"][:n], w["norm_norm"], 1e-5)[1]
 
     return Case(
         "layer without attention and experts", HIDDEN, draw, prepare, run,
@@ -301,7 +304,7 @@ CASES = (
     attention_case(8000, {1: 10, 16: 18, 64: 30}),
     attention_case(32000, {1: 16, 16: 26, 64: 66}),
     linear_case("lm_head", 20480, HIDDEN, 1, {1: 68, 16: 70, 64: 72}),
-    layer_case({1: 24, 16: 28}),
+    layer_case({1: 24, 8: 25, 16: 28, 32: 33}),
 )
 
 
