@@ -805,7 +805,8 @@ class ReferenceOps:
                 y = y.transpose(2, 0, 1, 3).reshape(ROW_TILE, weight.leaves, -1)
                 out[p] = y[:, :, : weight.hidden]
 
-        if n < WORKERS:
+        flops = 6 * n * ROW_TILE * weight.width * weight.hidden
+        if n < WORKERS or flops < PARALLEL_FLOPS:
             some(range(n))
         else:
             run_parts([lambda i=i: some(range(i, n, WORKERS)) for i in range(WORKERS)])

@@ -125,7 +125,7 @@ def inject(fault: str, rank: int) -> None:
     elif rank == 1 and fault in ("load-raise", "load-die"):
         at_step("load", 1, fail if fault == "load-raise" else die)
     elif fault == "stall":
-        parallel.PATIENCE_S = 10.0
+        parallel.PATIENCE_S = 5.0
         if rank == 1:
             at_step("step", STEP, wait)
     elif rank == 0 and fault == "load-die":

@@ -185,7 +185,7 @@ def test_a_sum_too_few_is_noticed():
 SAID = {
     "raise": "error: rank 1: Traceback.*ValueError: the first mistake",
     "die": "error: rank 1: was killed by SIGKILL",
-    "stall": "error: rank 1 did not come to a sum within 10 s",  # alive: the kernels' own clock
+    "stall": "error: rank 1 did not come to a sum within 5 s",  # alive: the kernels' own clock
 }
 
 
