@@ -112,6 +112,7 @@ def disturbed(log: str) -> None:
 def inject(fault: str, rank: int) -> None:
     """Put the fault in, where it is this rank's. What follows an @ marks the run, or is a file."""
     fault, _, mark = fault.partition("@")
+    parallel.GRACE_S = 2.0  # rank 0 may be in a kernel, or loading, and notice nothing by itself
     if fault == "stand-in":
         stand_in()
         if mark == "nccl":

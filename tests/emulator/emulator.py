@@ -404,6 +404,7 @@ _TYPES = {
 }  # fmt: skip
 
 
+@functools.cache
 def _code(dtype: np.dtype) -> str:
     if dtype.name == "bfloat16":
         return "bf2"
