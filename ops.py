@@ -160,6 +160,7 @@ SHARED_BYTES: dict[str, Callable[..., int]] = {
     "log_softmax_top": lambda k: 8 * k,
     "penalise_paths": lambda depth: 4 * max(depth, 1),
     "build_trees": lambda budget, depth, width: 16 * budget + 8 * depth * width,
+    **dict.fromkeys(("block_inputs", "put_context"), lambda head_dim: 4 * head_dim),
 }
 
 
@@ -201,6 +202,7 @@ def shared_needs(
     }
     if drafter is not None:
         sizes["block_spans"] = (drafter.head_dim, leaf)
+        sizes |= dict.fromkeys(("block_inputs", "put_context"), (drafter.head_dim,))
     needs = {kernel: SHARED_BYTES[kernel](*given) for kernel, given in sizes.items()}
     return needs | mma_needs(model, tensor_linear, tensor_experts, tensor_attention)
 
@@ -1329,8 +1331,9 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         for name, table in (("cos", cos), ("sin", sin)):
             self._take(kernel, name, table, FLOAT32, None, d // 2)
         self._launch(
-            "rms_norm", kernel, (heads, n), *args, d, np.float32(1.0 / d), eps, shared_bytes=4 * d,
-            defines=norm_defines(d, clusters=False), dependent=True,
+            "rms_norm", kernel, (heads, n), *args, d, np.float32(1.0 / d), eps,
+            shared_bytes=SHARED_BYTES[kernel](d), defines=norm_defines(d, clusters=False),
+            dependent=True,
         )  # fmt: skip
 
     def block_attention(

@@ -31,7 +31,10 @@ ROOT = Path(__file__).resolve().parent.parent
 DEVICES = ("cpu", "emulate", pytest.param("cuda", marks=pytest.mark.gpu))
 _ran: list[tuple[str, str, float]] = []  # node id, outcome, seconds of every test on a GPU
 _started = time.time()
-LONGEST = ("rounds", "parallel", "kernels_compile", "golden", "engine", "devices", "peers")
+LONGEST = (
+    *("kernels_compile", "rounds", "parallel", "devices", "scheduling", "golden", "engine"),
+    *("peers", "ops"),
+)
 
 
 @cache

@@ -47,6 +47,8 @@ DYNAMIC = {  # shared bytes that ops.py asks for, by kernel or kernel and define
     ("latent_spans", TARGET): ops.SHARED_BYTES["latent_spans"](576, 64),
     ("block_spans", DRAFTER): ops.SHARED_BYTES["block_spans"](128, 64),
     "latent_query": ops.SHARED_BYTES["latent_query"](nope=128),
+    "block_inputs": ops.SHARED_BYTES["block_inputs"](128),
+    "put_context": ops.SHARED_BYTES["put_context"](128),
     "expert_gate_up_mma": EXPERTS.up_shared_bytes(rows=128, top_k=8),
     "expert_down_mma": EXPERTS.down_shared_bytes(rows=32, top_k=8),
     "route": ops.SHARED_BYTES["route"](experts=384, top_k=8),

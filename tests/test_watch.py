@@ -12,7 +12,7 @@ from config import UserError
 from tests import toy
 from watch import Watch
 
-SUM = "__fadd_rn(to_float(x[i]), round_to_act(y[i]))"  # of kernel `add`, the residual
+SUM = "__fadd_rn(to_float(x[i]), round_to_act(y[i]))"  # of kernel `add`
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_watch(device: str, tmp_path, monkeypatch, capsys) -> None:
     assert right, said
     assert re.search(r"^elementwise: compiled, running [\d.]+ s after the save\n", said)
     assert "against the run before: 4 ids equal, bits equal\n" in said
-    assert re.search(r"\nadd, \d+ launches: [\d.]+ -> [\d.]+ (emulated ms|µs), ", said)
-    assert "linear" not in said.split("\nadd,")[1]  # only what has changed is timed
+    assert re.search(r"\ntake_rows_16, \d+ launches: [\d.]+ -> [\d.]+ (emulated ms|µs), ", said)
+    assert "linear" not in said.split("\ntake_rows_16,")[1]  # only what has changed is timed
 
     right, said = saved(text.replace(SUM, SUM.replace("__fadd_rn", "__fsub_rn")))
     assert right is False and "  add-1-1: 1 of 1 values; first at (0, 0)" in said
