@@ -889,7 +889,8 @@ KERNEL top_of_parts(const float* logits,      // [T, V]
 
 // One block a row. The k-th largest of the runs' largest, or of the threads' largest of their runs, is
 // a lower bound of the k-th largest logit: what reaches it is looked for in the runs that reach it.
-// Parts add ascending, each times exp(its largest - the row's).
+// Parts add ascending, each times exp(its largest - the row's). Code that runs once is fetched from far
+// away: the usual way through is short.
 KERNEL top_of_runs(const float* logits,  // [T, V]
                    const float* noisy,   // [T, V]
                    const Request* requests,
@@ -913,18 +914,35 @@ KERNEL top_of_runs(const float* logits,  // [T, V]
   const float* row = draft_row(logits, noisy, requests, owners, V, sampled, t);
   runs += (i64)t * n_runs, peaks += t * parts, sums += t * parts;
 
+  const uint4* fours_of_runs = (const uint4*)runs;
   u32 most = 0;
-#pragma unroll 8
-  for (int i = threadIdx.x; i < n_runs; i += THREADS) most = max(most, runs[i]);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < n_runs / 4; i += THREADS) {
+    const uint4 four = fours_of_runs[i];
+    most = max(most, max(max(four.x, four.y), max(four.z, four.w)));
+  }
   largest[threadIdx.x] = most;
   if (threadIdx.x == 0) n_found = n_near = 0;
+  __syncthreads();  // all are there before they are compared
+  u32 highest = 0;
+  int rank = 0;
+#pragma unroll 2
+  for (int i = 0; i < THREADS; i += 4) {
+    const uint4 four = *(const uint4*)(largest + i);
+    const u32 of[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      rank += of[c] > most || (of[c] == most && i + c < threadIdx.x);
+      highest = max(highest, of[c]);
+    }
+  }
+  if (rank == k - 1) bound = most;
 
   // The normaliser.
-  u64 best = 0;
-  for (int p = threadIdx.x; p < parts; p += THREADS) best = max(best, key_of(peaks[p], 0));
-  const float peak = value_of(block_max(best, d.warps));
+  const float peak = value_of((u64)highest << 32);
   float total = 0.0f;
   if (peak != minus_infinity())
+#pragma unroll 1
     for (int first = 0; first < parts; first += THREADS) {
       const int p = first + threadIdx.x;
       if (p < parts) added[threadIdx.x] = __fmul_rn(sums[p], exp_of(__fsub_rn(peaks[p], peak)));
@@ -935,28 +953,22 @@ KERNEL top_of_runs(const float* logits,  // [T, V]
   const double log_total = total > 0.0f ? (double)peak + portable_log((double)total) : 0.0;
 
   // What reaches the bound.
+  __syncthreads();  // the bound is there before it is read
   u64 least = 1;
-  if (k <= min(n_runs, THREADS)) {
-    int rank = 0;
-#pragma unroll 16
-    for (int i = 0; i < THREADS; i += 4) {
-      const uint4 four = *(const uint4*)(largest + i);
-      const u32 of[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int c = 0; c < 4; c++) rank += of[c] > most || (of[c] == most && i + c < threadIdx.x);
-    }
-    if (rank == k - 1) bound = most;
-    __syncthreads();  // the bound is there before it is read
-    least = bound;
-  } else if (k <= n_runs) {
+  if (k <= min(n_runs / 4, THREADS)) least = bound;
+  else if (k <= n_runs)
     least = key_at(n_runs, k, [&](int i) { return (u64)runs[i]; }, [](int) { return 1u; }, d);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < n_runs / 4; i += THREADS) {
+    const uint4 four = fours_of_runs[i];
+    const u32 of[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int c = 0; c < 4; c++)
+      if (of[c] >= least) {
+        const int to = atomicAdd(&n_near, 1);
+        if (to < FOUND) near[to] = 4 * i + c;
+      }
   }
-#pragma unroll 8
-  for (int i = threadIdx.x; i < n_runs; i += THREADS)
-    if (runs[i] >= least) {
-      const int to = atomicAdd(&n_near, 1);
-      if (to < FOUND) near[to] = i;
-    }
   __syncthreads();  // all runs are there before they are looked through
   auto key = [&](int v) { return key_of(clean(row[v]), v); };
   constexpr int AT_ONCE = 4;  // runs that a warp reads together
@@ -971,14 +983,21 @@ KERNEL top_of_runs(const float* logits,  // [T, V]
       fours[u] = load_four(row, columns[u], V);
     }
 #pragma unroll
-    for (int u = 0; u < AT_ONCE; u++)
+    for (int u = 0; u < AT_ONCE; u++) {
+      u64 keys[4];
+      int here = 0;
 #pragma unroll
       for (int c = 0; c < 4; c++) {
-        const u64 k = key_of(clean(__uint_as_float(fours[u].of[c])), columns[u] + c);
-        if (columns[u] + c >= V || k >> 32 < least) continue;
-        const int to = atomicAdd(&n_found, 1);  // order is made below
-        if (to < FOUND) found[to] = k;
+        keys[c] = key_of(clean(__uint_as_float(fours[u].of[c])), columns[u] + c);
+        if (columns[u] + c >= V || keys[c] >> 32 < least) keys[c] = 0;
+        here += keys[c] != 0;
       }
+      if (!here) continue;
+      int to = atomicAdd(&n_found, here);  // order is made below
+#pragma unroll
+      for (int c = 0; c < 4; c++)
+        if (keys[c] && to < FOUND) found[to++] = keys[c];
+    }
   }
   __syncthreads();  // all are there before they are counted
   int n = n_found;
