@@ -231,6 +231,11 @@ typedef Int4<bf16> Int4Bf16;
 #define BULK_COPIES 0
 #endif
 #endif
+#if defined(KDTREE_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define WARPGROUPS 1  // sm_90a alone
+#else
+#define WARPGROUPS 0
+#endif
 #ifndef KDTREE_EMULATOR
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 

@@ -213,6 +213,44 @@ DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
 }
+#if WARPGROUPS
+// Products of a warpgroup: d, of 64 x 64, = or += a b, 16 columns of a. In shared memory: blocks of 64
+// rows x 128 bytes, aligned to 1024 bytes, where 16-byte piece i of row r stands at i ^ r % 8; a and
+// b point to a row's 32 bytes. A warp has 16 rows of d: lane 4g + t columns 8j + 2t, 8j + 2t + 1 of rows g
+// (4j, 4j + 1) and g + 8 (4j + 2, 4j + 3). a in registers: as mma_bf16 takes it.
+// warpgroup_arrive, products, warpgroup_commit; then warpgroup_wait<groups that may still run>.
+DEVICE void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N>
+DEVICE void warpgroup_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory"); }
+// What this thread has written to shared memory becomes visible to them.
+DEVICE void warpgroup_see_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE u64 block_descriptor(const void* p) {  // 128-byte swizzle, 1024 bytes between eights of rows
+  return (u64)(shared_address(p) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+#define SUMS_OF_64                                                                                 \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"    \
+  "%25,%26,%27,%28,%29,%30,%31}"
+#define EIGHT_SUMS(i)                                                                              \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),      \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+// b: columns of d are rows in memory.
+DEVICE void warpgroup_mma(float (&d)[32], const void* a, const void* b, bool add) {
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " SUMS_OF_64
+               ", %32, %33, add, 1, 1, 0, 0;\n}"
+               : EIGHT_SUMS(0), EIGHT_SUMS(8), EIGHT_SUMS(16), EIGHT_SUMS(24)
+               : "l"(block_descriptor(a)), "l"(block_descriptor(b)), "r"((int)add));
+}
+// b: rows of d's sum are rows in memory; points to the first of 16.
+DEVICE void warpgroup_mma_trans(float (&d)[32], const u32 (&a)[4], const void* b, bool add) {
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " SUMS_OF_64
+               ", {%32,%33,%34,%35}, %36, add, 1, 1, 1;\n}"
+               : EIGHT_SUMS(0), EIGHT_SUMS(8), EIGHT_SUMS(16), EIGHT_SUMS(24)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(block_descriptor(b)), "r"((int)add));
+}
+#endif
 DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -229,7 +267,7 @@ DEVICE float scale_of(float from, float to) {
 // A row in memory that cp.async may read, or zeros.
 struct Row {
   const bf16* from;  // valid in any case
-  bool there;
+  bool there, skipped = false;
 };
 
 // Eight lanes copy a row of FROM numbers, 16 bytes at a time, and zeros up to TO.
@@ -252,6 +290,7 @@ DEVICE void load_leaf(unsigned char* stage, int value_offset, const KeyOf& key_o
 #pragma unroll
   for (int r = threadIdx.x / 8; r < LEAF; r += THREADS / 8) {
     const Row key = key_of(r);
+    if (key.skipped) continue;
     copy_row<WIDTH, KEY_WIDTH>(stage + r * STRIDE, key);
     if (APART)
       copy_row<16 * VALUE_TILES, VALUE_WIDTH>(stage + LEAF * STRIDE + r * VALUE_STRIDE,
@@ -549,17 +588,42 @@ struct Unit {
   DEVICE_METHOD int first_page() const { return b.w; }
 };
 
-DEVICE void load_leaf(const Latent& x, const Unit& u, int leaf, int page, unsigned char* stage) {
-  const bf16* keys = x.pages + (i64)page * LEAF * KEY_WIDTH;
-  const int* path = x.ancestors + (i64)u.row() * x.depth;
-  load_leaf(stage, 0, [&](int slot) {
-    const int at = leaf * LEAF + slot;
-    Row row = {keys + slot * KEY_WIDTH, at <= u.position()};
-    if (at >= u.length())
-      row.from = x.fresh + (row.there ? (i64)path[at - u.length()] * KEY_WIDTH : 0);
-    return row;
-  });
+enum Keys { ALL_KEYS, COMMITTED, OTHERS };
+
+// The key in a slot of a leaf, whose committed keys are in `page`.
+DEVICE Row key_of(const Latent& x, const Unit& u, int leaf, int page, int slot, Keys which) {
+  const int at = leaf * LEAF + slot;
+  Row row = {x.pages + ((i64)page * LEAF + slot) * KEY_WIDTH, at <= u.position()};
+  row.skipped = which != ALL_KEYS && (which == COMMITTED) != (at < u.length());
+  if (at >= u.length() && !row.skipped) {
+    const int* path = x.ancestors + (i64)u.row() * x.depth;
+    row.from = x.fresh + (row.there ? (i64)path[at - u.length()] * KEY_WIDTH : 0);
+  }
+  return row;
 }
+
+DEVICE void load_leaf(const Latent& x, const Unit& u, int leaf, int page, unsigned char* stage,
+                      Keys which = ALL_KEYS) {
+  load_leaf(stage, 0, [&](int slot) { return key_of(x, u, leaf, page, slot, which); });
+}
+
+// Columns of a unit, in tiles of 8: tile n is head tile first + n % heads of its row n / heads.
+struct Columns {
+  int row_tiles, first, heads;
+
+  DEVICE_METHOD Columns(const Latent& x, const Unit& u, int most) {
+    row_tiles = (x.H + 7) / 8, first = u.part() * most, heads = min(most, row_tiles - first);
+  }
+  DEVICE_METHOD Row query(const Latent& x, const Unit& u, int column) const {
+    const int n = column / 8, head = (first + n % heads) * 8 + column % 8;
+    const bool there = n < u.rows() * heads && head < x.H;
+    const i64 at = (i64)(u.row() + n / heads) * x.H + head;
+    return Row{x.q + (there ? at * KEY_WIDTH : 0), there};
+  }
+  DEVICE_METHOD i64 tile(const Latent& x, const Unit& u, int slot, int n) const {
+    return (i64)slot * x.all_tiles + (u.row() + n / heads) * row_tiles + first + n % heads;
+  }
+};
 
 // Works on u, whose first leaf is on its way to `stage`, and starts the first leaf of the next unit,
 // which is read where it is needed: registers are short. same: the columns are those of the unit before.
@@ -567,16 +631,9 @@ template <int NT, int FIT, int PLACES>
 DEVICE void latent_unit(const Latent& x, const Unit& u, const int4* next_unit, bool same, int& stage,
                         unsigned char* memory) {
   Leaves<NT, FIT, PLACES> s(memory);
-  const int row_tiles = (x.H + 7) / 8, first_tile = u.part() * (PLACES / 8);
-  const int heads = min(PLACES / 8, row_tiles - first_tile);  // head tiles of a row here
+  const Columns columns(x, u, PLACES / 8);
   const int* table = x.tables + (i64)u.sequence() * x.max_pages;
-  if (!same)
-    s.load_queries([&](int column) {
-      const int n = column / 8, head = (first_tile + n % heads) * 8 + column % 8;
-      const bool there = n < u.rows() * heads && head < x.H;
-      const i64 at = (i64)(u.row() + n / heads) * x.H + head;
-      return Row{x.q + (there ? at * KEY_WIDTH : 0), there};
-    });
+  if (!same) s.load_queries([&](int column) { return columns.query(x, u, column); });
   // A span that began in another unit: its leaves stay apart, for the fold to join in order.
   const bool apart = u.begin() % SPAN != 0;
   int slot = u.slot();
@@ -604,9 +661,8 @@ DEVICE void latent_unit(const Latent& x, const Unit& u, const int4* next_unit, b
       load_next(memory);
     }
     if (!last && !apart) continue;
-    s.put(x.parts, x.values, u.rows() * heads, [&](int n) {
-      return slot * x.all_tiles + (u.row() + n / heads) * row_tiles + first_tile + n % heads;
-    });
+    s.put(x.parts, x.values, u.rows() * columns.heads,
+          [&](int n) { return columns.tile(x, u, slot, n); });
     s.clear(), slot++;
   }
 }
@@ -620,10 +676,9 @@ DEVICE void latent_spans_mma(const Latent& x, const int4* units) {
   constexpr int FIT = NT == 8 ? 2 : 4;
   grid_dependency_launch();
   Unit u = {units[2 * blockIdx.x], units[2 * blockIdx.x + 1]};
-  const bool committed = (u.begin() + 1) * LEAF <= u.length();
-  if (u.rows() && committed) load_leaf(x, u, u.begin(), u.first_page(), memory);
+  if (u.rows()) load_leaf(x, u, u.begin(), u.first_page(), memory, COMMITTED);
   grid_dependency_wait();
-  if (u.rows() && !committed) load_leaf(x, u, u.begin(), u.first_page(), memory);
+  if (u.rows()) load_leaf(x, u, u.begin(), u.first_page(), memory, OTHERS);
   int stage = 0;
   bool same = false;
   while (u.rows()) {
@@ -652,6 +707,215 @@ LATENT_SPANS(1)
 LATENT_SPANS(2)
 LATENT_SPANS(4)
 LATENT_SPANS(8)
+
+#if WARPGROUPS && LEAF == 64 && KEY_WIDTH % 64 == 0 && VALUE_WIDTH % 128 == 0 && VALUE_WIDTH <= 512
+// latent_spans_mma for 64 columns, by warpgroups (sm_90a): the same sums in the same order. Scores are
+// Q K^T and sums P V here, so that a warp has all keys of 16 columns and P goes from register to
+// register. Both warpgroups find all scores: that costs less than to exchange them. Each adds half of
+// the value's dims, 64 at a time.
+// Queries and leaves lie in blocks of 64 rows x 128 bytes, whose 16-byte pieces are swizzled; shared: two
+// leaves, then the queries.
+static_assert(THREADS == 256, "two warpgroups");
+constexpr int BLOCK = 64 * 128;
+constexpr int BLOCKS = KEY_WIDTH / 64;
+constexpr int CHUNKS = VALUE_WIDTH / 128;  // of 64 dims, of a warpgroup
+
+// Rows of KEY_WIDTH to BLOCKS blocks, eight lanes a row.
+template <class RowOf>
+DEVICE void load_blocks(unsigned char* to, const RowOf& row_of) {
+#pragma unroll
+  for (int r = threadIdx.x / 8; r < 64; r += THREADS / 8) {
+    const Row row = row_of(r);
+    if (row.skipped) continue;
+    const int piece = threadIdx.x % 8;
+    unsigned char* at = to + r * 128 + (piece ^ r % 8) * 16;
+#pragma unroll
+    for (int i = 0; i < BLOCKS; i++)
+      cp_async_16(at + i * BLOCK, row.from + i * 64 + piece * 8, row.there ? 16 : 0);
+  }
+  cp_async_commit();
+}
+
+// A warp's 16 columns of a unit: this lane's are g and g + 8; of their dims it has 8j + 2t, 8j + 2t + 1
+// of every chunk. Four lanes hold the same top and total.
+struct Strip {
+  float folded[CHUNKS][32];
+  float top[2], total[2];
+
+  DEVICE_METHOD void clear() {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+      for (int i = 0; i < 32; i++) folded[c][i] = 0.0f;
+    top[0] = top[1] = minus_infinity(), total[0] = total[1] = 0.0f;
+  }
+
+  // s: of keys 8j + 2t, 8j + 2t + 1, columns g (4j, 4j + 1) and g + 8 (4j + 2, 4j + 3).
+  DEVICE_METHOD void scores(const unsigned char* queries, const unsigned char* keys, float factor,
+                            float (&s)[32]) const {
+    float odd[32];
+    warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < 2 * BLOCKS; k++) {
+      const int at = k / 2 * BLOCK + k % 2 * 64;  // two steps of 16
+      warpgroup_mma(s, queries + at, keys + at, k > 0);
+      warpgroup_mma(odd, queries + at + 32, keys + at + 32, k > 0);
+    }
+    warpgroup_commit();
+    warpgroup_wait<0>();
+#pragma unroll
+    for (int i = 0; i < 32; i++) s[i] = __fmul_rn(__fadd_rn(s[i], odd[i]), factor);
+  }
+
+  // p: rounded P as the steps of 16 keys take it. scale: of the sum so far, of this leaf.
+  DEVICE_METHOD void softmax(const float (&s)[32], u32 (&p)[4][4], float2 (&scale)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float largest = s[2 * r];
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        largest = fmaxf(largest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+      largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 1));
+      largest = ceilf(fmaxf(largest, __shfl_xor_sync(ALL, largest, 2)));
+      const float base = largest == minus_infinity() ? 0.0f : largest;
+      float sums[4];  // of 16 keys
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        float of[2][2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const int at = 8 * k + 4 * i + 2 * r;
+          bf16 low, high;
+          store(&low, exp2_approx(__fsub_rn(s[at], base)));
+          store(&high, exp2_approx(__fsub_rn(s[at + 1], base)));
+          p[k][2 * i + r] = low.bits | (u32)high.bits << 16;
+          of[i][0] = to_float(low), of[i][1] = to_float(high);
+        }
+        sums[k] = __fadd_rn(__fadd_rn(of[0][0], of[1][0]), __fadd_rn(of[0][1], of[1][1]));
+        sums[k] = __fadd_rn(sums[k], __shfl_xor_sync(ALL, sums[k], 1));
+        sums[k] = __fadd_rn(sums[k], __shfl_xor_sync(ALL, sums[k], 2));
+      }
+      const float most = fmaxf(top[r], largest);
+      scale[r] = float2{scale_of(top[r], most), scale_of(largest, most)}, top[r] = most;
+      const float sum = __fadd_rn(__fadd_rn(sums[0], sums[1]), __fadd_rn(sums[2], sums[3]));
+      total[r] = __fmaf_rn(sum, scale[r].y, __fmul_rn(total[r], scale[r].x));
+    }
+  }
+
+  // Columns g (r = 0) or g + 8 of all dims to `values`, in the order of Leaves::put: two neighbouring
+  // columns, which lanes 4g + t and 4 (g ^ 1) + t have, belong together.
+  DEVICE_METHOD void put(int r, float4* values) const {
+    const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, odd = g % 2;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {  // tiles of 16 dims
+        const float* f = folded[c] + 8 * i + 2 * r;  // dims 2t, 2t + 1; 4 further: 2t + 8, 2t + 9
+        const float low = __shfl_xor_sync(ALL, odd ? f[0] : f[1], 4);
+        const float high = __shfl_xor_sync(ALL, odd ? f[4] : f[5], 4);
+        values[(4 * c + i) * 32 + (2 * t + odd) * 4 + g / 2] =
+            odd ? float4{low, f[1], high, f[5]} : float4{f[0], low, f[4], high};
+      }
+  }
+
+  // values: the first block of this warpgroup's dims.
+  DEVICE_METHOD void add_values(const unsigned char* values, const u32 (&p)[4][4],
+                                const float2 (&scale)[2]) {
+    float sum[2][32];  // one chunk is joined while the next is multiplied
+    auto start = [&](int c) {
+      warpgroup_arrive();
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+        warpgroup_mma_trans(sum[c % 2], p[k], values + c * BLOCK + k * 16 * 128, k > 0);
+      warpgroup_commit();
+    };
+    start(0);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+      if (c + 1 < CHUNKS) start(c + 1), warpgroup_wait<1>();
+      else warpgroup_wait<0>();
+#pragma unroll
+      for (int i = 0; i < 32; i++) {
+        const float2 f = scale[i / 2 % 2];
+        folded[c][i] = __fmaf_rn(sum[c % 2][i], f.y, __fmul_rn(folded[c][i], f.x));
+      }
+    }
+  }
+};
+
+KERNEL latent_spans_warpgroup(const bf16* q, const bf16* pages, const bf16* fresh, const int* tables,
+                              const int* ancestors, const int4* units, float4* parts, float4* values,
+                              int H, int max_pages, int depth, int all_tiles, float factor) {
+  extern __shared__ __align__(1024) unsigned char blocks[];
+  const Latent x = {q,      pages, fresh,     tables, ancestors, parts,
+                    values, H,     max_pages, depth,  all_tiles, factor};
+  unsigned char* queries = blocks + 2 * BLOCKS * BLOCK;
+  const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
+  const int half = threadIdx.x / 128, strip = threadIdx.x / 32 % 4;
+  auto load = [&](const Unit& u, int leaf, int page, int stage, Keys which) {
+    load_blocks(blocks + stage * BLOCKS * BLOCK,
+                [&](int slot) { return key_of(x, u, leaf, page, slot, which); });
+  };
+  grid_dependency_launch();
+  Unit u = {units[2 * blockIdx.x], units[2 * blockIdx.x + 1]};
+  if (u.rows()) load(u, u.begin(), u.first_page(), 0, COMMITTED);
+  grid_dependency_wait();
+  if (u.rows()) load(u, u.begin(), u.first_page(), 0, OTHERS);
+  int stage = 0;
+  bool same = false;
+  Strip s;
+  while (u.rows()) {
+    units += 2 * gridDim.x;
+    const Unit after = {units[2 * blockIdx.x], units[2 * blockIdx.x + 1]};
+    const Columns columns(x, u, 8);
+    if (!same) {
+      __syncthreads();  // all have multiplied the queries of the unit before
+      load_blocks(queries, [&](int column) { return columns.query(x, u, column); });
+    }
+    // A span that began in another unit: its leaves stay apart, for the fold to join in order.
+    const bool apart = u.begin() % SPAN != 0;
+    int slot = u.slot();
+    s.clear();
+    for (int leaf = u.begin(); leaf < u.end(); leaf++, stage ^= 1) {
+      const bool last = leaf + 1 == u.end();
+      int page = 0;
+      if (!last && (leaf + 1) * LEAF < u.length())
+        page = tables[(i64)u.sequence() * max_pages + leaf + 1];
+      cp_async_wait<0>();
+      warpgroup_see_shared();
+      __syncthreads();  // leaf and queries have arrived; the leaf before has been read
+      if (!last) load(u, leaf + 1, page, 1 - stage, ALL_KEYS);
+      else if (after.rows()) load(after, after.begin(), after.first_page(), 1 - stage, ALL_KEYS);
+      const unsigned char* keys = blocks + stage * BLOCKS * BLOCK;
+      float scores[32];
+      s.scores(queries, keys, factor, scores);
+      if ((leaf + 1) * LEAF > u.position() + 1)
+#pragma unroll
+        for (int i = 0; i < 32; i++)
+          if (leaf * LEAF + i / 4 * 8 + 2 * t + i % 2 > u.position()) scores[i] = minus_infinity();
+      u32 p[4][4];
+      float2 scale[2];
+      s.softmax(scores, p, scale);
+      s.add_values(keys + half * CHUNKS * BLOCK, p, scale);
+      if (!last && !apart) continue;
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int n = 2 * strip + r;
+        if (n >= u.rows() * columns.heads) continue;
+        const i64 tile = columns.tile(x, u, slot, n);
+        if (half == 0 && t == 0) {
+          float* to = (float*)(parts + tile * 4 + g / 2) + g % 2;
+          to[0] = s.top[r], to[2] = s.total[r];
+        }
+        s.put(r, values + (tile * VALUE_TILES + half * CHUNKS * 4) * 32);
+      }
+      s.clear(), slot++;
+    }
+    same = u.a.x == after.a.x && u.part() == after.part();
+    u = after;
+  }
+}
+#endif
 #endif
 
 // A part of softmax of this lane: values at dims g, g + 8 and columns 2t, 2t + 1; m: maxima, sums.

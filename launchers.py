@@ -55,6 +55,7 @@ class Limits:
     shared_bytes  dynamic shared memory of one block at most
     processors    streaming multiprocessors
     clusters      blocks may share their shared memory
+    warpgroups    four warps may multiply together, from shared memory
     """
 
     name: str
@@ -62,6 +63,7 @@ class Limits:
     shared_bytes: int
     processors: int
     clusters: bool = False
+    warpgroups: bool = False
     max_grid: tuple[int, int, int] = (2**31 - 1, 65535, 65535)
 
 
@@ -114,6 +116,7 @@ class CudaLauncher:
             shared_bytes=int(device.attributes["MaxSharedMemoryPerBlockOptin"]),
             processors=int(device.attributes["MultiProcessorCount"]),
             clusters=int(device.compute_capability) >= 90,
+            warpgroups=device.compute_capability == "90",
         )
 
     @staticmethod
@@ -138,6 +141,8 @@ class CudaLauncher:
 
     def compile(self, source: str, options: tuple[str, ...], name: str):
         """An object with get_function(kernel)."""
+        if self.limits.warpgroups:  # CuPy asks for sm_90, which has none; NVRTC takes the larger
+            options = (*options, "-arch=sm_90a")
         module = self.xp.RawModule(code=source, options=options, backend="nvrtc")
         try:
             module.compile()
@@ -309,7 +314,9 @@ class EmulatorLauncher:
         self.emulator, self.build = emulator, dict(checked=checked, coverage=coverage)
         self.mapped: list[np.ndarray] = []  # of other processes
         self.faults = (emulator.EmulatorError,)
-        self.limits = Limits("host", "emulator", 101_376, processors=1, clusters=True)
+        self.limits = Limits(
+            "host", "emulator", 101_376, processors=1, clusters=True, warpgroups=True
+        )
 
     def compile(self, source: str, options: tuple[str, ...], name: str):
         try:

@@ -460,18 +460,31 @@ MEET = 4  # spans that a warp of the fold brings to a meeting
 class ColumnTile:
     """A variant of the attention kernels: `tiles` times 8 columns (row, head) of a block.
 
-    most  column tiles of a forward up to which it is the variant to take
+    least       column tiles of a forward from which on it is the variant to take
+    work        or, if they fill it, column tiles times leaves from which on
+    warpgroups  it multiplies by warpgroups
     """
 
     tiles: int
-    most: int
+    least: int
+    work: int = INT32_MAX
+    warpgroups: bool = False
+
+    def suits(self, column_tiles: int, leaves: int) -> bool:
+        fills = column_tiles >= self.tiles
+        return column_tiles >= self.least or fills and column_tiles * leaves >= self.work
+
+    @property
+    def name(self) -> str:
+        return "warpgroup" if self.warpgroups else f"mma_{self.tiles}"
 
 
 COLUMN_TILES = (
-    ColumnTile(1, most=4),
-    ColumnTile(2, most=8),
-    ColumnTile(4, most=24),
-    ColumnTile(8, most=INT32_MAX),
+    ColumnTile(1, least=0),
+    ColumnTile(2, least=5),
+    ColumnTile(4, least=9),
+    ColumnTile(8, least=25),
+    ColumnTile(8, least=25, work=800, warpgroups=True),
 )
 
 
@@ -495,6 +508,12 @@ class AttentionShape:
         return self.key % 8 == 0 and self.leaf <= MAX_TENSOR_LEAF
 
     @property
+    def fits_warpgroups(self) -> bool:
+        """What latent_spans_warpgroup asks for."""
+        widths = self.key % 64 == 0 and self.value % 128 == 0 and self.value <= 512
+        return widths and self.leaf == 64 and not self.apart
+
+    @property
     def value_tiles(self) -> int:
         return ceil(self.value, 16)
 
@@ -502,8 +521,11 @@ class AttentionShape:
         widths = attention_defines(self.key, self.value, self.leaf, self.span)
         return (*widths, ("APART", int(self.apart)), ("STAGES", stages))
 
-    def shared_bytes(self, tiles: int, stages: int) -> int:
-        """Of a block with so many column tiles and leaves in flight."""
+    def shared_bytes(self, tile: ColumnTile, stages: int) -> int:
+        """Of a block with so many leaves in flight."""
+        if tile.warpgroups:
+            return 3 * 64 * 2 * self.key
+        tiles = tile.tiles
         columns, width, values = 8 * tiles, ceil(self.key, 16) * 16, 16 * self.value_tiles
         stride, stage = 2 * width + 16, self.leaf * (2 * width + 16)
         if self.apart:
@@ -536,15 +558,17 @@ class TensorCoreAttention:
     """Attention of bfloat16 activations on tensor cores: a part of CudaOps."""
 
     def _variant(
-        self, shape: AttentionShape, column_tiles: int
+        self, shape: AttentionShape, column_tiles: int, leaves: int = 1
     ) -> tuple[ColumnTile, int, int] | None:
-        """For so many column tiles: (variant, stages, shared bytes), or None where none fits."""
-        most = self.launcher.limits.shared_bytes
-        enough = next(t.tiles for t in COLUMN_TILES if column_tiles <= t.most)
-        for tile in reversed(COLUMN_TILES):
-            for stages in (2, 1):
-                need = shape.shared_bytes(tile.tiles, stages)
-                if tile.tiles <= enough and need <= most:
+        """For so many column tiles and leaves of a context: (variant, stages, shared bytes), or
+        None where none fits."""
+        limits = self.launcher.limits
+        for tile in (t for t in reversed(COLUMN_TILES) if t.suits(column_tiles, leaves)):
+            if tile.warpgroups and not (limits.warpgroups and shape.fits_warpgroups):
+                continue
+            for stages in (2,) if tile.warpgroups else (2, 1):
+                need = shape.shared_bytes(tile, stages)
+                if need <= limits.shared_bytes:
                     return tile, stages, need
         return None
 
@@ -571,9 +595,10 @@ class TensorCoreAttention:
         return plan.work[key]
 
     def _plan_rows(self, plan, shape, row_tiles: int, first: int, n: int, spans: int, behind: int):
-        tile, stages, need = self._variant(shape, n * row_tiles)
+        leaves = plan.reach // shape.leaf + 1
+        tile, stages, need = self._variant(shape, n * row_tiles, leaves)
         together, head_parts = max(1, tile.tiles // row_tiles), ceil(row_tiles, tile.tiles)
-        blocks, leaves = self.launcher.limits.processors, plan.reach // shape.leaf + 1
+        blocks = self.launcher.limits.processors
         alone = 2 * blocks // (ceil(n, together) * head_parts)  # leaves of a group in two turns
         slots = max(spans, min(leaves, alone) + behind)
         most = n * head_parts * slots
@@ -599,7 +624,7 @@ class TensorCoreAttention:
             values = self.empty((work.slots, all_tiles, shape.value_tiles, 128))
             # What was planned in front of this very launch cannot be read before it has ended.
             self._launch(
-                "attention_mma", f"latent_spans_mma_{work.tile.tiles}", (work.blocks,), q[rows],
+                "attention_mma", f"latent_spans_{work.tile.name}", (work.blocks,), q[rows],
                 pages, fresh, plan.tables, plan.ancestors[rows], work.units, parts, values, heads,
                 plan.tables.shape[1], plan.ancestors.shape[1], all_tiles, factor,
                 shared_bytes=work.shared_bytes, defines=shape.defines(work.stages),
@@ -618,7 +643,7 @@ class TensorCoreAttention:
         all_tiles = blocks * kv_heads * column_tiles
         tile, *_ = self._variant(shape, column_tiles)
         limits, column_parts = self.launcher.limits, ceil(column_tiles, tile.tiles)
-        need = shape.shared_bytes(tile.tiles, stages=1)
+        need = shape.shared_bytes(tile, stages=1)
         at_once = max(1, min(2, limits.shared_bytes // need)) * limits.processors
         leaves, units = max_pages + 1, blocks * kv_heads * column_parts
         slots = max(ceil(leaves, shape.span) + 1, min(leaves, at_once // units))
@@ -626,7 +651,7 @@ class TensorCoreAttention:
         values = self.empty((slots, all_tiles, shape.value_tiles, 128))
         sizes = blocks, n, heads, kv_heads, window, column_parts, at_once, slots
         self._launch(
-            "attention_mma", f"block_spans_mma_{tile.tiles}", (min(at_once, units * slots),), q, kv,
+            "attention_mma", f"block_spans_{tile.name}", (min(at_once, units * slots),), q, kv,
             pages, lengths, tables, parts, values, *sizes, max_pages, factor,
             shared_bytes=need, defines=shape.defines(1), dependent=settled,
         )  # fmt: skip

@@ -375,6 +375,48 @@ inline void ldmatrix_x4(unsigned (&r)[4], const void* shared) { emulator_ldmatri
 inline void ldmatrix_x1_trans(unsigned (&r)[1], const void* shared) { emulator_ldmatrix(r, shared, true); }
 inline void ldmatrix_x2_trans(unsigned (&r)[2], const void* shared) { emulator_ldmatrix(r, shared, true); }
 inline void ldmatrix_x4_trans(unsigned (&r)[4], const void* shared) { emulator_ldmatrix(r, shared, true); }
+// wgmma.m64n64k16 of bfloat16: d = or += a b. In shared memory a block has 64 rows of 128 bytes, aligned to 1024,
+// whose 16-byte piece i of row r stands at i ^ r % 8. A warp has 16 rows of d; lane 4g + t columns 8j + 2t, 8j + 2t + 1 of
+// rows g (4j, 4j + 1) and g + 8 (4j + 2, 4j + 3). Sums as of mma_bf16. Nothing is asynchronous here.
+inline void warpgroup_arrive() {}
+inline void warpgroup_commit() {}
+template <int N> inline void warpgroup_wait() {}
+inline void warpgroup_see_shared() {}
+inline float emulator_bfloat(unsigned short bits) {
+  const unsigned wide = unsigned(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+inline double emulator_of_block(const void* at, unsigned row, unsigned column) {
+  const std::uintptr_t linear = std::uintptr_t(at) + row * 128 + column * 2;
+  return double(emulator_bfloat(*(const unsigned short*)(linear ^ (linear >> 3 & 0x70))));
+}
+template <class B> inline void emulator_warpgroup(float (&d)[32], const double (&a)[2][16], bool add, const B& b) {
+  const unsigned t = emulator::current->lane % 4;
+  for (int i = 0; i < 32; i++) {
+    double sum = 0;
+    for (int k = 0; k < 16; k++) sum += a[i / 2 % 2][k] * b(k, i / 4 * 8 + 2 * t + i % 2);
+    d[i] = float((add ? double(d[i]) : 0.0) + sum);
+  }
+}
+inline void warpgroup_mma(float (&d)[32], const void* a, const void* b, bool add) {  // b: columns lie in rows
+  const unsigned row = emulator::current->index.x / 32 % 4 * 16 + emulator::current->lane / 4;
+  double rows[2][16];
+  for (int r = 0; r < 2; r++)
+    for (int k = 0; k < 16; k++) rows[r][k] = emulator_of_block(a, row + 8 * r, k);
+  emulator_warpgroup(d, rows, add, [&](int k, int column) { return emulator_of_block(b, column, k); });
+}
+inline void warpgroup_mma_trans(float (&d)[32], const unsigned (&a)[4], const void* b, bool add) {  // a: as mma_bf16's
+  double rows[2][16];
+  for (int lane = 0; lane < 4; lane++)
+    for (int i = 0; i < 4; i++) {
+      const unsigned pair = __shfl_sync(0xffffffffu, a[i], int(emulator::current->lane / 4 * 4) + lane);
+      for (int half = 0; half < 2; half++)
+        rows[i % 2][i / 2 * 8 + 2 * lane + half] = double(emulator_bfloat((unsigned short)(pair >> 16 * half)));
+    }
+  emulator_warpgroup(d, rows, add, [&](int k, int column) { return emulator_of_block(b, k, column); });
+}
 // cp.async: `bytes` are copied, the rest of the 4, 8 or 16 is zero. Nothing arrives before the wait of its group.
 inline void cp_async_4(void* shared, const void* global, int bytes = 4) { emulator::copy_async(shared, global, 4, bytes); }
 inline void cp_async_8(void* shared, const void* global, int bytes = 8) { emulator::copy_async(shared, global, 8, bytes); }
