@@ -1123,12 +1123,21 @@ DEVICE float join_shares(const float* of, int shares, i64 apart) {
   return part[0];
 }
 
+DEVICE void begin_route() {
+  grid_dependency_wait();  // for the logits; another step may still read ids, weights and h
+  // Not before: blocks of the next kernel would pile up on the processors that are free by then.
+  grid_dependency_launch();
+}
+
 // Sigmoid router: the bias chooses, the unbiased scores weigh (R4). Ties go to the lower id, NaN counts
-// as -inf. Chosen weights are added in ascending id. One block a row: all warps make the scores, the
-// first one takes the best expert top_k times, -DPER_LANE of them in a lane's registers.
+// as -inf. Chosen weights are added in ascending id. One block a row: a thread scores -DPER_THREAD
+// experts, threadIdx.x and on by THREADS. Of the warps' best ones the least has a rank of WARPS at most,
+// so only experts that reach it are candidates for top_k <= WARPS places; each counts the candidates
+// in front of it.
 // Further blocks: h = SiLU(gate) * up, rounded, one element a thread. Their columns follow those of the
 // experts, padded to whole tiles of 16: 8 gates, their 8 ups, and so on.
-// grid T + ceil(T * width / THREADS); shared: 2 E words, then 2 * top_k.
+// All blocks rehearse before the logits are there: so short a kernel waits mostly for its instructions.
+// grid T + ceil(T * width / THREADS); shared: 3 (E + top_k) + WARPS + 1 words.
 KERNEL route(const float* logits,  // [shares, T, stride]
              const float* bias,    // [E]
              int* ids,             // [T, top_k] ascending
@@ -1136,62 +1145,97 @@ KERNEL route(const float* logits,  // [shares, T, stride]
              act* h,               // [T, width]
              int T, int E, int stride, int shares, int top_k, int normalise, float scaling,
              int width) {
-  extern __shared__ __align__(16) u32 keys[];  // [E], ordered as the choices, above 0
-  float* scores = (float*)(keys + E);          // [E]
-  int* chosen = (int*)(scores + E);            // [top_k], best first
-  float* weighed = (float*)(chosen + top_k);   // [top_k], by ascending id
-  grid_dependency_wait();  // for the logits; another step may still read ids, weights and h
-  // Not before: blocks of the next kernel would pile up on the processors that are free by then.
-  grid_dependency_launch();
+  extern __shared__ __align__(16) u64 ranks[];  // [E] of candidates: key << 32 | ~id, higher ones first
+  float* scores = (float*)(ranks + E);          // [E]
+  int* chosen = (int*)(scores + E);             // [top_k] ids, best first
+  float* picked = (float*)(chosen + top_k);     // [top_k] their scores
+  float* weighed = picked + top_k;              // [top_k], by ascending id
+  u32* best = (u32*)(weighed + top_k);          // [WARPS] keys
+  int* candidates = (int*)(best + WARPS);       // [1]
   const i64 apart = (i64)T * stride;
   if ((int)blockIdx.x >= T) {
     const int i = (blockIdx.x - T) * THREADS + threadIdx.x, row = i / width, c = i % width;
-    if (row >= T) return;
     const float* gate = logits + (i64)row * stride + (E + 15) / 16 * 16 + c / 8 * 16 + c % 8;
-    const float g = join_shares(gate, shares, apart), up = join_shares(gate + 8, shares, apart);
-    store(h + i, __fmul_rn(silu(g), up));
+#pragma unroll 1
+    for (int real = 0; real < 2; real++) {
+      float g = 0.0f, up = 0.0f;
+      if (real) begin_route();
+      if (row >= T) continue;
+      if (real) g = join_shares(gate, shares, apart), up = join_shares(gate + 8, shares, apart);
+      const float value = __fmul_rn(silu(g), up);
+      if (real) store(h + i, value);
+    }
     return;
   }
-  logits += (i64)blockIdx.x * stride;
-  for (int e = threadIdx.x; e < E; e += THREADS) {
-    const float logit = join_shares(logits + e, shares, apart);
-    const float score = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-logit)));
-    const float value = __fadd_rn(__fadd_rn(score, bias[e]), 0.0f);  // -0 becomes 0
-    const u32 bits = __float_as_uint(value == value ? value : minus_infinity());
-    keys[e] = bits >> 31 ? ~bits : bits | 0x80000000u;
-    scores[e] = score;
-  }
-  __syncthreads();  // all keys are there before they are compared
-  if (threadIdx.x >= 32) return;
-  const int lane = threadIdx.x;
-  u32 left[PER_LANE];  // of experts lane, lane + 32, ...; 0 once taken
+  const int lane = threadIdx.x & 31;
+  logits += (i64)blockIdx.x * stride, ids += (i64)blockIdx.x * top_k, weights += (i64)blockIdx.x * top_k;
+  float offset[PER_THREAD], score[PER_THREAD];
 #pragma unroll
-  for (int i = 0; i < PER_LANE; i++) left[i] = i * 32 + lane < E ? keys[i * 32 + lane] : 0;
-  for (int k = 0; k < top_k; k++) {
-    u32 best = left[0], id = lane;
-#pragma unroll
-    for (int i = 1; i < PER_LANE; i++)
-      if (left[i] > best) best = left[i], id = i * 32 + lane;
-    const u32 most = __reduce_max_sync(ALL, best);
-    id = __reduce_min_sync(ALL, best == most ? id : (u32)E);
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++)
-      if (id == i * 32 + lane) left[i] = 0;
-    if (lane == 0) chosen[k] = id;
+  for (int i = 0; i < PER_THREAD; i++) {
+    offset[i] = bias[min(i * THREADS + (int)threadIdx.x, E - 1)];
+    score[i] = 0.01f * (i * THREADS + threadIdx.x);
   }
-  __syncwarp();  // all ids are there
-  for (int k = lane; k < top_k; k += 32) {
-    int slot = 0;
-    for (int j = 0; j < top_k; j++) slot += chosen[j] < chosen[k];
-    ids[(i64)blockIdx.x * top_k + slot] = chosen[k];
-    weighed[slot] = scores[chosen[k]];
-  }
-  __syncwarp();  // all scores are there
-  float total = 0.0f;
-  for (int k = 0; k < top_k; k++) total = __fadd_rn(total, weighed[k]);
-  for (int k = lane; k < top_k; k += 32) {
-    const float weight = normalise ? __fdiv_rn(weighed[k], __fadd_rn(total, 1e-20f)) : weighed[k];
-    weights[(i64)blockIdx.x * top_k + k] = __fmul_rn(weight, scaling);
+#pragma unroll 1
+  for (int real = 0; real < 2; real++) {
+    if (threadIdx.x == 0) *candidates = 0;
+    if (real) {
+      begin_route();
+#pragma unroll
+      for (int i = 0; i < PER_THREAD; i++)  // all loads are on their way before one is used
+        score[i] = join_shares(logits + min(i * THREADS + (int)threadIdx.x, E - 1), shares, apart);
+    }
+    u32 key[PER_THREAD], most = 0;  // a key is ordered as the choices, and above 0
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; i++) {
+      score[i] = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-score[i])));
+      const float value = __fadd_rn(__fadd_rn(score[i], offset[i]), 0.0f);  // -0 becomes 0
+      const u32 bits = __float_as_uint(value == value ? value : minus_infinity());
+      key[i] = bits >> 31 ? ~bits : bits | 0x80000000u;
+      if (i * THREADS + (int)threadIdx.x >= E) key[i] = 0;
+      most = max(most, key[i]);
+    }
+    most = __reduce_max_sync(ALL, most);
+    if (lane == 0) best[threadIdx.x / 32] = most;
+    __syncthreads();  // every warp's best is there; so is the zero of `candidates`
+    u32 least = top_k > WARPS ? 0 : best[0];
+#pragma unroll
+    for (int w = 1; w < WARPS; w++) least = min(least, best[w]);
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; i++) {
+      if (key[i] == 0 || key[i] < least) continue;
+      const int at = atomicAdd(candidates, 1);
+      ranks[at] = (u64)key[i] << 32 | ~(u32)(i * THREADS + threadIdx.x), scores[at] = score[i];
+    }
+    __syncthreads();  // all candidates are there before they are compared
+    const int n = *candidates;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < n; i += THREADS) {
+      const u64 own = ranks[i];
+      int before = 0;
+#pragma unroll 8
+      for (int j = 0; j < n; j++) before += ranks[j] > own;
+      if (before < top_k) chosen[before] = ~(u32)own, picked[before] = scores[i];
+    }
+    __syncthreads();  // all choices are there
+    if (threadIdx.x >= 32) continue;
+#pragma unroll 1
+    for (int k = lane; k < top_k; k += 32) {
+      int slot = 0;
+#pragma unroll 8
+      for (int j = 0; j < top_k; j++) slot += chosen[j] < chosen[k];
+      if (real) ids[slot] = chosen[k];
+      weighed[slot] = picked[k];
+    }
+    __syncwarp();  // all scores are there
+    float total = 0.0f;
+#pragma unroll 8
+    for (int k = 0; k < top_k; k++) total = __fadd_rn(total, weighed[k]);
+#pragma unroll 1
+    for (int k = lane; k < top_k; k += 32) {
+      const float weight =
+          normalise ? __fdiv_rn(weighed[k], __fadd_rn(total, 1e-20f)) : weighed[k];
+      if (real) weights[k] = __fmul_rn(weight, scaling);
+    }
   }
 }
 

@@ -53,8 +53,9 @@ KERNEL pack_dense(const bf16* a,  // [rows, K]
   out[i] = uint4{p.x, q.x, p.y, q.y};
 }
 
-// INT4 experts, 2 tiles a block, K in chunks of `groups` quantisation groups of 32. A chunk of a tile:
-// codes, 64 * groups words, by pairs of groups (single groups if odd), lane, group, half; then scales
+// INT4 experts, 2 tiles a block, K in chunks of `groups` quantisation groups of 32: first the first one
+// of each of `parts` of K, whose warps read them at the same time, and so on. A chunk of a tile: codes,
+// 64 * groups words, by pairs of groups (single groups if odd), lane, group, half; then scales
 // of rows g and 8 + g as one word, 8 * groups, by g, group. grid ceil(n / THREADS); a thread makes one
 // word.
 KERNEL pack_int4(const u32* a,          // [E, rows, K / 8], the published packing
@@ -62,14 +63,15 @@ KERNEL pack_int4(const u32* a,          // [E, rows, K / 8], the published packi
                  const bf16* a_scales,  // [E, rows, K / 32]
                  const bf16* b_scales,  // likewise
                  void* packed,          // u32 [E, tiles / 2, K / 32 / groups, 2, 72 * groups]
-                 int rows, int K, int tiles, int groups, int stride, int offset, i64 n) {
+                 int rows, int K, int tiles, int groups, int parts, int stride, int offset, i64 n) {
   const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
   if (i >= n) return;
   u32* out = (u32*)packed;
   const int words = 72 * groups, chunks = K / 32 / groups;
   int w = i % words;
   const i64 rest = i / words / 2, e = rest / chunks / (tiles / 2);
-  const int tile = rest / chunks % (tiles / 2) * 2 + i / words % 2, chunk = rest % chunks;
+  const int tile = rest / chunks % (tiles / 2) * 2 + i / words % 2, place = rest % chunks;
+  const int chunk = place % parts * (chunks / parts) + place / parts;
   const i64 low = e * rows + tile * stride, high = low + offset;
   if (w >= 64 * groups) {
     w -= 64 * groups;
@@ -495,27 +497,34 @@ absorb_v_mma(const bf16* o,       // [T, H, latent]
 
 // ==== experts_mma ====
 
-// -DPARTS of K and -DUP_GROUPS, -DDOWN_GROUPS: quantisation groups in a chunk of gate and up, of down.
+// -DPARTS of K; -DUP_GROUPS, -DDOWN_GROUPS: quantisation groups in a chunk of gate and up, of down;
+// -DUP_STAGES, -DDOWN_STAGES: chunks that a warp has in flight; -DBLOCKS of 16 columns of h; -DLEAVES of
+// the width; -DTOP_K.
+// For few rows a block runs through its code once: short code is faster than unrolled loops.
 static_assert(PARTS <= WARPS && (PARTS & (PARTS - 1)) == 0, "one warp a part, joined pairwise");
 
 // A chunk of weights: 2 tiles of 16 rows x GROUPS quantisation groups (of pack_int4). b: 8 rows of x,
-// the same columns. A group starts from zero and joins by fma(scale, group, sum); codes are exact in
-// bfloat16.
+// the same columns. A group starts from zero and joins by fma(scale, group, sum). Codes are exact in
+// bfloat16 and come times 2^-6, which scales a sum and changes no other bit of it: FROM_CODES undoes it.
 constexpr int TILE_GROUP = 288;  // bytes of one group of a tile: codes of 16 x 32, 16 scales
+constexpr float FROM_CODES = 64.0f;
 
-// Nibbles 0 and 4 of q as two bfloat16 codes -8 .. 7.
-DEVICE u32 two_codes(u32 q) {
+// Nibbles 0 and 4, 1 and 5, 2 and 6, 3 and 7 of q as two bfloat16 codes -8 .. 7, times 2^-6. The bits of
+// a bfloat16 below 2^-125 are an integer times 2^-133, so a nibble need not be moved to be a number.
+DEVICE void eight_codes(u32 q, u32 (&codes)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
 #ifdef KDTREE_EMULATOR
-  const u32 low = __float_as_uint((float)((int)(q & 15u) - 8));
-  const u32 high = __float_as_uint((float)((int)((q >> 16) & 15u) - 8));
-  return low >> 16 | high;
+    const float low = (float)((int)((q >> (4 * i)) & 15u) - 8) / FROM_CODES;
+    const float high = (float)((int)((q >> (16 + 4 * i)) & 15u) - 8) / FROM_CODES;
+    codes[i] = __float_as_uint(low) >> 16 | __float_as_uint(high);
 #else
-  u32 biased, codes;  // 128 + nibble, then - 136; both exact
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(biased) : "r"(q), "r"(0x000f000fu), "r"(0x43004300u));
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;"
-      : "=r"(codes) : "r"(biased), "r"(0x3f803f80u), "r"(0xc308c308u));
-  return codes;
+    const u32 nibbles = (i < 2 ? q : q >> 8) & (i % 2 ? 0x00f000f0u : 0x000f000fu);
+    const u32 factor = i % 2 ? 0x7d007d00u : 0x7f007f00u;  // 2^123 or 2^127; then - 8 * 2^-6
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+        : "=r"(codes[i]) : "r"(nibbles), "r"(factor), "r"(0xbe00be00u));
 #endif
+  }
 }
 
 // N words at an address aligned for the widest loads that divide them.
@@ -563,8 +572,8 @@ DEVICE void multiply(const unsigned char* chunk, const uint4 (&b)[GROUPS], float
         float group[4] = {};
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          const u32 q = codes[m][2 * i + half];
-          const u32 a[4] = {two_codes(q), two_codes(q >> 4), two_codes(q >> 8), two_codes(q >> 12)};
+          u32 a[4];
+          eight_codes(codes[m][2 * i + half], a);
           if (half == 0) mma_bf16(group, a, b[k].x, b[k].y);
           else mma_bf16(group, a, b[k].z, b[k].w);
         }
@@ -584,22 +593,23 @@ DEVICE void multiply(const unsigned char* chunk, const uint4 (&b)[GROUPS], float
 // expert, then row. Every block makes its own: that is cheaper than a kernel.
 struct Work {
   u32* tiles;  // [min(P, E + P / 8)]: expert << 16 | first pair << 4 | pairs
-  u16* pairs;  // [P], P = T * top_k <= 4096: pair numbers by expert
+  u16* pairs;  // [P], P = T * TOP_K <= 4096: pair numbers by expert
   int n_tiles;
 };
 
 // Bytes: see _work_bytes in ops_mma.py. ids outside [0, E) are filler and appear in no tile.
-DEVICE Work sort_work(const int* ids, int T, int top_k, int E, unsigned char* memory) {
-  const int P = T * top_k, lane = threadIdx.x & 31, warp = threadIdx.x / 32, words = (T + 31) / 32;
+DEVICE Work sort_work(const int* ids, int T, int E, unsigned char* memory) {
+  const int P = T * TOP_K, lane = threadIdx.x & 31, warp = threadIdx.x / 32, words = (T + 31) / 32;
   Work work;
   u32* totals = (u32*)memory;  // [WARPS], pairs | tiles << 16
   work.tiles = totals + WARPS;
   u32* rows = work.tiles + min(P, E + P / 8);  // [E, words] bit t: row t chose the expert
   u16* first = (u16*)(rows + E * words);       // [E]
   work.pairs = first + E;
-  if (T == 1 && top_k <= 32) {  // a row's ids are distinct: one pair a tile
+  if (T == 1 && TOP_K <= 32) {  // a row's ids are distinct: one pair a tile
+    work.pairs = (u16*)rows;
     if (warp == 0) {
-      const bool there = lane < top_k && ids[lane] >= 0 && ids[lane] < E;
+      const bool there = lane < TOP_K && ids[lane] >= 0 && ids[lane] < E;
       const u32 all = __ballot_sync(ALL, there);
       const int at = __popc(all & ((1u << lane) - 1));
       if (there) work.tiles[at] = (u32)ids[lane] << 16 | (u32)at << 4 | 1, work.pairs[at] = lane;
@@ -609,20 +619,24 @@ DEVICE Work sort_work(const int* ids, int T, int top_k, int E, unsigned char* me
     work.n_tiles = totals[0];
     return work;
   }
+#pragma unroll 1
   for (int i = threadIdx.x; i < E * words; i += THREADS) rows[i] = 0;
   __syncthreads();  // cleared before bits are set
+#pragma unroll 1
   for (int p = threadIdx.x; p < P; p += THREADS) {
-    const int e = ids[p], t = p / top_k;
+    const int e = ids[p], t = p / TOP_K;
     if (e >= 0 && e < E) atomicOr(rows + e * words + t / 32, 1u << (t % 32));
   }
   __syncthreads();  // all bits are set before they are counted
   const int per = (E + THREADS - 1) / THREADS, begin = threadIdx.x * per;
   auto count = [&](int e) {
     int n = 0;
+#pragma unroll 1
     for (int w = 0; w < words; w++) n += __popc(rows[e * words + w]);
     return n;
   };
   u32 own = 0;
+#pragma unroll 1
   for (int e = begin; e < min(E, begin + per); e++) {
     const u32 n = count(e);
     own += n | (n + 7) / 8 << 16;
@@ -636,24 +650,29 @@ DEVICE Work sort_work(const int* ids, int T, int top_k, int E, unsigned char* me
   if (lane == 31) totals[warp] = upto;
   __syncthreads();  // all warps' totals are there
   u32 all = 0;
+#pragma unroll
   for (int w = 0; w < WARPS; w++) {
     if (w < warp) upto += totals[w];
     all += totals[w];
   }
   u32 at = upto - own;
+#pragma unroll 1
   for (int e = begin; e < min(E, begin + per); e++) {
     u32 place = at & 0xffffu, tile = at >> 16;
     const int n = count(e);
     at += (u32)n | (u32)((n + 7) / 8) << 16;
     first[e] = place;
+#pragma unroll 1
     for (int left = n; left > 0; left -= 8, place += 8)
       work.tiles[tile++] = (u32)e << 16 | place << 4 | (u32)min(left, 8);
   }
   __syncthreads();  // every expert's first place is there
+#pragma unroll 1
   for (int p = threadIdx.x; p < P; p += THREADS) {
-    const int e = ids[p], t = p / top_k;
+    const int e = ids[p], t = p / TOP_K;
     if (e < 0 || e >= E) continue;
     int place = first[e] + __popc(rows[e * words + t / 32] & ((1u << (t % 32)) - 1));
+#pragma unroll 1
     for (int w = 0; w < t / 32; w++) place += __popc(rows[e * words + w]);
     work.pairs[place] = p;
   }
@@ -663,8 +682,9 @@ DEVICE Work sort_work(const int* ids, int T, int top_k, int E, unsigned char* me
 }
 
 // h[pair] = SiLU(gate) * up, rounded. An item is a tile of pairs times 16 columns of h; its K falls in
-// PARTS parts, one a warp, joined pairwise. A part adds its groups ascending. grid: the items shared out;
-// shared: rings, then [2, PARTS, 2, 32] float4 sums (two items in turn), barriers, work.
+// PARTS parts, one a warp, joined pairwise. A part adds its groups ascending. grid: the items shared out,
+// the first one of a block by its number, further ones by tickets: processors differ in how fast they
+// read. shared: rings, then [2, PARTS, 2, 32] float4 sums (two items in turn), barriers, two tickets, work.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int RESIDENT = 3;  // blocks a multiprocessor; elsewhere shared memory allows less
 #else
@@ -672,50 +692,60 @@ constexpr int RESIDENT = 2;
 #endif
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 expert_gate_up_mma(const bf16* x,                // [T, K], 16-byte aligned rows
-                   const int* ids,               // [T, top_k], distinct in a row
-                   const unsigned char* weight,  // of pack_int4, [E, width / 16, ...]
-                   bf16* h,                      // [T * top_k, width]
-                   int T, int top_k, int E,
-                   int blocks,    // width / 16
+                   const int* ids,               // [T, TOP_K], distinct in a row
+                   const unsigned char* weight,  // of pack_int4, [E, BLOCKS, ...]
+                   bf16* h,                      // [T * TOP_K, 16 * BLOCKS]
+                   u32* tickets,                 // [2] zeros, as it is left: drawn; blocks that are done
+                   int T, int E,
                    int chunks) {  // of a part
-
   extern __shared__ __align__(128) unsigned char memory[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4;
   constexpr int bytes = 2 * UP_GROUPS * TILE_GROUP;
-  float4* sums = (float4*)(memory + PARTS * STAGES * bytes);
+  float4* sums = (float4*)(memory + PARTS * UP_STAGES * bytes);
   u64* barriers = (u64*)(sums + 2 * PARTS * 64);
+  u32* drawn = (u32*)(barriers + PARTS * UP_STAGES);  // of the items in turn
   const int own = warp % PARTS;  // the other warps only help to sort and to join
-  Ring<STAGES> ring(memory + own * STAGES * bytes, barriers + own * STAGES, bytes, warp < PARTS);
+  Ring<UP_STAGES> ring(memory + own * UP_STAGES * bytes, barriers + own * UP_STAGES, bytes, warp < PARTS);
   grid_dependency_wait();  // for ids and x
   grid_dependency_launch();  // what follows may sort these ids meanwhile
-  const Work work = sort_work(ids, T, top_k, E, (unsigned char*)(barriers + PARTS * STAGES));
-  const int items = work.n_tiles * blocks;
+  // A warp that is a whole item ahead would have to know the item after next.
+  const bool draws = UP_STAGES < chunks && (int)gridDim.x < min(T * TOP_K, E + T * TOP_K / 8) * BLOCKS;
+  u32 ticket = 0;
+  if (draws && threadIdx.x == 0) ticket = atomicAdd(tickets, 1u);
+  const Work work = sort_work(ids, T, E, (unsigned char*)(drawn + 2));
+  const int items = work.n_tiles * BLOCKS;
+  int next = blockIdx.x + gridDim.x;  // the item after the one that is multiplied
+  if (draws) {
+    if (threadIdx.x == 0) drawn[1] = ticket;
+    __syncthreads();  // the first ticket is there
+    next = gridDim.x + drawn[1];
+  }
 
   int put_item = warp < PARTS ? blockIdx.x : items, put_chunk = 0;
   u32 piece = 0;  // of `bytes` each
   auto locate = [&] {
     if (put_item >= items) return;
-    const u32 block = (work.tiles[put_item / blocks] >> 16) * blocks + put_item % blocks;
-    piece = (block * PARTS + warp) * chunks;
+    const u32 block = (work.tiles[put_item / BLOCKS] >> 16) * BLOCKS + put_item % BLOCKS;
+    piece = block * PARTS * chunks + warp;
   };
   auto there = [&] { return put_item < items; };
   auto advance = [&] {
-    piece++;
-    if (++put_chunk == chunks) put_chunk = 0, put_item += gridDim.x, locate();
+    piece += PARTS;
+    if (++put_chunk == chunks) put_chunk = 0, put_item = draws ? next : put_item + gridDim.x, locate();
   };
   locate();
 #pragma unroll 1
-  for (int i = 0; i < STAGES; i++) ring.start(i, weight + (u64)piece * bytes, there()), advance();
+  for (int i = 0; i < UP_STAGES; i++) ring.start(i, weight + (u64)piece * bytes, there()), advance();
 
   // b: one chunk of this lane's row of x (rows of other lanes may be stale: nobody stores their sums).
   // row: where the next chunk begins, -1 for none; an int does for 128 rows.
   uint4 b[UP_GROUPS] = {};
   auto row_of = [&](int item) {
     if (item >= items) return -1;
-    const u32 tile = work.tiles[item / blocks];
+    const u32 tile = work.tiles[item / BLOCKS];
     if (g >= (int)(tile & 15u)) return -1;
     const int pair = work.pairs[((tile & 0xffffu) >> 4) + g];
-    return (pair / top_k * PARTS + warp) * chunks * UP_GROUPS * 32 + lane % 4 * 8;
+    return (pair / TOP_K * PARTS + warp) * chunks * UP_GROUPS * 32 + lane % 4 * 8;
   };
   int row = row_of(warp < PARTS ? blockIdx.x : items);
   auto reload = [&](int k) {
@@ -725,25 +755,28 @@ expert_gate_up_mma(const bf16* x,                // [T, K], 16-byte aligned rows
   for (int k = 0; k < UP_GROUPS; k++) reload(k);
 
   int turn = 0;
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+#pragma unroll 1
+  for (int item = blockIdx.x; item < items;) {
+    if (draws && threadIdx.x == 0) ticket = next < items ? atomicAdd(tickets, 1u) : items;
     float sum[2][4] = {};
 #pragma unroll 1
     for (int c = warp < PARTS ? 0 : chunks; c < chunks; c++) {
-      if (c + 1 == chunks) row = row_of(item + gridDim.x);
+      if (c + 1 == chunks) row = row_of(next);
       else if (row >= 0) row += 32 * UP_GROUPS;
       multiply<UP_GROUPS>(ring.get(), b, sum, reload);
       ring.replace(weight + (u64)piece * bytes, there());
       advance();
     }
     float4* mine = sums + turn * PARTS * 64;
-    turn ^= 1;
+    if (draws && threadIdx.x == 0) drawn[turn] = ticket;
 #pragma unroll
     for (int m = 0; m < 2; m++)
       if (warp < PARTS) mine[(warp * 2 + m) * 32 + lane] = float4{sum[m][0], sum[m][1], sum[m][2], sum[m][3]};
-    __syncthreads();  // all parts are there; the other turn's have been read by all
-    const u32 tile = work.tiles[item / blocks];
+    __syncthreads();  // all parts and the ticket are there; the other turn's have been read by all
+    const u32 tile = work.tiles[item / BLOCKS];
     const int n = tile & 15u;
     const u16* pairs = work.pairs + ((tile & 0xffffu) >> 4);
+#pragma unroll 1
     for (int i = threadIdx.x; i < 128; i += THREADS) {
       const int m = i / 64, r = i % 8, j = i / 8 % 8;  // column m * 8 + r of h, pair j
       if (j >= n) continue;
@@ -760,9 +793,15 @@ expert_gate_up_mma(const bf16* x,                // [T, K], 16-byte aligned rows
             gate[w] = __fadd_rn(gate[w], gate[w + d]);
             up[w] = __fadd_rn(up[w], up[w + d]);
           }
-      store(h + (i64)pairs[j] * blocks * 16 + item % blocks * 16 + m * 8 + r,
-            __fmul_rn(silu(gate[0]), up[0]));
+      store(h + (i64)pairs[j] * BLOCKS * 16 + item % BLOCKS * 16 + m * 8 + r,
+            __fmul_rn(silu(__fmul_rn(gate[0], FROM_CODES)), __fmul_rn(up[0], FROM_CODES)));
     }
+    item = next, next = gridDim.x + (draws ? drawn[turn] : item);
+    turn ^= 1;
+  }
+  if (draws && threadIdx.x == 0) {
+    __threadfence();  // this block has drawn before it is done
+    if (atomicInc(tickets + 1, gridDim.x - 1) == gridDim.x - 1) tickets[0] = 0;
   }
 }
 
@@ -772,66 +811,69 @@ expert_gate_up_mma(const bf16* x,                // [T, K], 16-byte aligned rows
 // fma(weight, sum, total). A sum adds its groups ascending. The shared expert's down is multiplied here
 // too, as linear_mma would: one or two `beside_parts` of a leaf; that of the first leaf while the
 // kernel in front still works.
-// grid hidden / 32, block THREADS; shared: rings, [T * top_k, 8] float4 slots, [levels, T, 8] float4
-// waiting leaves, [beside_parts, T, 8] float4, barriers, [T * top_k] weights, work.
+// grid hidden / 32, block THREADS; shared: rings, [T * TOP_K, 8] float4 slots, [levels, T, 8] float4
+// waiting leaves, [beside_parts, T, 8] float4, barriers, [T * TOP_K] weights, work.
 // slot[g]: outputs g, 8 + g, 16 + g, 24 + g.
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
-expert_down_mma(const bf16* h,                // [T * top_k, width], 16-byte aligned rows
-                const int* ids,               // [T, top_k] ascending in a row; outside [0, E): filler
-                const float* weights,         // [T, top_k]
+extern "C" __global__ void __launch_bounds__(THREADS, DOWN_RESIDENT)
+expert_down_mma(const bf16* h,                // [T * TOP_K, width], 16-byte aligned rows
+                const int* ids,               // [T, TOP_K] ascending in a row; outside [0, E): filler
+                const float* weights,         // [T, TOP_K]
                 const unsigned char* weight,  // of pack_int4, [E, hidden / 32, ...]
-                const float* shared,          // [T, leaves, hidden], read if has_shared
+                const float* shared,          // [T, LEAVES, hidden], read if has_shared
                 const bf16* beside_h,         // [T, beside_width], 16-byte aligned rows
                 const uint4* beside,          // of pack_dense, beside_wide tiles a block
                 float* out,                   // [T, hidden]
-                int T, int top_k, int E, int width, int hidden, int leaves, int has_shared,
+                int T, int E, int width, int hidden, int has_shared,
                 int beside_width, int beside_wide,
                 int beside_parts) {  // at most 2; 0: nothing beside
   extern __shared__ __align__(128) unsigned char memory[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int leaf_width = width / leaves, chunks = leaf_width / 32 / DOWN_GROUPS, P = T * top_k;
+  const int leaf_width = width / LEAVES, chunks = leaf_width / 32 / DOWN_GROUPS, P = T * TOP_K;
   constexpr int bytes = 2 * DOWN_GROUPS * TILE_GROUP;
   int levels = 0;
-  while ((1 << levels) < leaves) levels++;
-  float4* slots = (float4*)(memory + WARPS * STAGES * bytes);
+  while ((1 << levels) < LEAVES) levels++;
+  float4* slots = (float4*)(memory + WARPS * DOWN_STAGES * bytes);
   float4* waiting = slots + P * 8;
   float4* beside_sums = waiting + levels * T * 8;
   u64* barriers = (u64*)(beside_sums + beside_parts * T * 8);
-  float* factors = (float*)(barriers + WARPS * STAGES);
-  Ring<STAGES> ring(memory + warp * STAGES * bytes, barriers + warp * STAGES, bytes);
-  const Work work = sort_work(ids, T, top_k, E, (unsigned char*)(factors + P));
+  float* factors = (float*)(barriers + WARPS * DOWN_STAGES);
+  Ring<DOWN_STAGES> ring(memory + warp * DOWN_STAGES * bytes, barriers + warp * DOWN_STAGES, bytes);
+  const Work work = sort_work(ids, T, E, (unsigned char*)(factors + P));
 
   int put_leaf = 0, put_tile = warp, put_chunk = 0;
   u32 piece = 0;  // of `bytes` each
   auto locate = [&] {
     if (put_tile >= work.n_tiles) put_tile = warp, put_leaf++;
-    if (put_leaf >= leaves || put_tile >= work.n_tiles) return;
+    if (put_leaf >= LEAVES || put_tile >= work.n_tiles) return;
     const u32 block = (work.tiles[put_tile] >> 16) * gridDim.x + blockIdx.x;
-    piece = (block * leaves + put_leaf) * chunks;
+    piece = (block * LEAVES + put_leaf) * chunks;
   };
-  auto there = [&] { return put_leaf < leaves && put_tile < work.n_tiles; };
+  auto there = [&] { return put_leaf < LEAVES && put_tile < work.n_tiles; };
   auto advance = [&] {
     piece++;
     if (++put_chunk == chunks) put_chunk = 0, put_tile += WARPS, locate();
   };
   locate();
 #pragma unroll
-  for (int i = 0; i < STAGES; i++) ring.start(i, weight + (u64)piece * bytes, there()), advance();
+  for (int i = 0; i < DOWN_STAGES; i++) ring.start(i, weight + (u64)piece * bytes, there()), advance();
+#pragma unroll 1
   for (int p = threadIdx.x; p < P; p += THREADS) {
     const bool there = ids[p] >= 0 && ids[p] < E;
-    factors[p] = there ? weights[p] : 0.0f;
+    factors[p] = there ? __fmul_rn(weights[p], FROM_CODES) : 0.0f;
     if (!there)  // filler adds 0 * 0
       for (int i = 0; i < 8; i++) slots[p * 8 + i] = float4{0, 0, 0, 0};
   }
 
-  const int beside_steps = beside_width / 32, leaf_steps = beside_steps / leaves;
+  const int beside_steps = beside_width / 32, leaf_steps = beside_steps / LEAVES;
   auto multiply_beside = [&](int leaf) {  // a warp takes eight rows and a part
     const int part_steps = beside_parts ? leaf_steps / beside_parts : 0;
+#pragma unroll 1
     for (int u = warp; u < (T + 7) / 8 * beside_parts; u += WARPS) {
       const int part = u % beside_parts, first = u / beside_parts * 8;
       const int begin = leaf * leaf_steps + part * part_steps;
       const bf16* x = beside_h + (i64)(first + g) * beside_width + begin * 32 + t * 8;
       float sum[2][4] = {};
+#pragma unroll 1
       for (int k = 0; k < part_steps; k += 2) {
         uint4 a[2][2][2] = {}, b[2] = {};
 #pragma unroll
@@ -863,32 +905,33 @@ expert_down_mma(const bf16* h,                // [T * top_k, width], 16-byte ali
       if (first + 2 * t + 1 < T) to[8] = float4{sum[0][1], sum[0][3], sum[1][1], sum[1][3]};
     }
   };
-  multiply_beside(0);
-  grid_dependency_wait();  // for h; the kernel that makes it began when all else was there
-  grid_dependency_launch();  // what follows may fetch its weights meanwhile
-  // b, row: as above, of h.
-  uint4 b[DOWN_GROUPS] = {};
-  auto row_of = [&](int i, int leaf) {
-    if (i >= work.n_tiles) i = warp, leaf++;
-    if (i >= work.n_tiles || leaf >= leaves) return -1;
-    const u32 tile = work.tiles[i];
-    if (g >= (int)(tile & 15u)) return -1;
-    return work.pairs[((tile & 0xffffu) >> 4) + g] * width + leaf * leaf_width + t * 8;
-  };
-  int row = row_of(warp, 0);
-  auto reload = [&](int k) {
-    if (row >= 0) b[k] = *(const uint4*)(h + row + 32 * k);
-  };
+#pragma unroll 1
+  for (int leaf = 0; leaf < LEAVES; leaf++) {
+    multiply_beside(leaf);
+    if (leaf == 0) {
+      grid_dependency_wait();  // for h; the kernel that makes it began when all else was there
+      grid_dependency_launch();  // what follows may fetch its weights meanwhile
+    }
+    // b, row: as above, of h.
+    uint4 b[DOWN_GROUPS] = {};
+    auto row_of = [&](int i) {
+      if (i >= work.n_tiles) return -1;
+      const u32 tile = work.tiles[i];
+      if (g >= (int)(tile & 15u)) return -1;
+      return work.pairs[((tile & 0xffffu) >> 4) + g] * width + leaf * leaf_width + t * 8;
+    };
+    int row = row_of(warp);
+    auto reload = [&](int k) {
+      if (row >= 0) b[k] = *(const uint4*)(h + row + 32 * k);
+    };
 #pragma unroll
-  for (int k = 0; k < DOWN_GROUPS; k++) reload(k);
-
-  for (int leaf = 0; leaf < leaves; leaf++) {
-    if (leaf) multiply_beside(leaf);
+    for (int k = 0; k < DOWN_GROUPS; k++) reload(k);
+#pragma unroll 1
     for (int i = warp; i < work.n_tiles; i += WARPS) {
       float sum[2][4] = {};
 #pragma unroll 1
       for (int c = 0; c < chunks; c++) {
-        if (c + 1 == chunks) row = row_of(i + WARPS, leaf);
+        if (c + 1 == chunks) row = row_of(i + WARPS);
         else if (row >= 0) row += 32 * DOWN_GROUPS;
         multiply<DOWN_GROUPS>(ring.get(), b, sum, reload);
         ring.replace(weight + (u64)piece * bytes, there());
@@ -903,12 +946,14 @@ expert_down_mma(const bf16* h,                // [T * top_k, width], 16-byte ali
         slots[pairs[2 * t + 1] * 8 + g] = float4{sum[0][1], sum[0][3], sum[1][1], sum[1][3]};
     }
     __syncthreads();  // all slots of this leaf are filled
+#pragma unroll 1
     for (int i = threadIdx.x; i < T * 8; i += THREADS) {
       const int row = i / 8;
       float total[4] = {};
-      for (int k = 0; k < top_k; k++) {
-        const float4 v = slots[(row * top_k + k) * 8 + i % 8];
-        const float factor = factors[row * top_k + k];
+#pragma unroll 4
+      for (int k = 0; k < TOP_K; k++) {
+        const float4 v = slots[(row * TOP_K + k) * 8 + i % 8];
+        const float factor = factors[row * TOP_K + k];
         total[0] = __fmaf_rn(factor, v.x, total[0]), total[1] = __fmaf_rn(factor, v.y, total[1]);
         total[2] = __fmaf_rn(factor, v.z, total[2]), total[3] = __fmaf_rn(factor, v.w, total[3]);
       }
@@ -916,7 +961,7 @@ expert_down_mma(const bf16* h,                // [T * top_k, width], 16-byte ali
       if (has_shared)
 #pragma unroll
         for (int m = 0; m < 4; m++)
-          total[m] = __fadd_rn(total[m], shared[((i64)row * leaves + leaf) * hidden + column + 8 * m]);
+          total[m] = __fadd_rn(total[m], shared[((i64)row * LEAVES + leaf) * hidden + column + 8 * m]);
       if (beside_parts) {
         float4 v = beside_sums[i];
         if (beside_parts == 2) {
@@ -934,13 +979,13 @@ expert_down_mma(const bf16* h,                // [T * top_k, width], 16-byte ali
         total[0] = __fadd_rn(left.x, total[0]), total[1] = __fadd_rn(left.y, total[1]);
         total[2] = __fadd_rn(left.z, total[2]), total[3] = __fadd_rn(left.w, total[3]);
       }
-      if (leaf + 1 < leaves) {
+      if (leaf + 1 < LEAVES) {
         of[level * T * 8] = float4{total[0], total[1], total[2], total[3]};
       } else {
 #pragma unroll
         for (int m = 0; m < 4; m++) out[(i64)row * hidden + column + 8 * m] = total[m];
       }
     }
-    if (leaf + 1 < leaves) __syncthreads();  // all slots are read before the next leaf fills them
+    if (leaf + 1 < LEAVES) __syncthreads();  // all slots are read before the next leaf fills them
   }
 }

@@ -155,7 +155,7 @@ SHARED_BYTES: dict[str, Callable[..., int]] = {
     "latent_query": lambda nope: 4 * ROWS * nope,
     "latent_spans": attention_shared_bytes,
     "block_spans": attention_shared_bytes,
-    "route": lambda experts, top_k: 8 * experts + 8 * top_k,
+    "route": lambda experts, top_k: 12 * (experts + top_k) + 4 * WARPS + 4,
     "sort_pairs": lambda: 8 * THREADS,
     "log_softmax_top": lambda k: 8 * k,
     "penalise_paths": lambda depth: 4 * max(depth, 1),
@@ -1189,7 +1189,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         self._launch(
             "route", "route", (n + ceil(n * width, THREADS),), logits, bias, ids, weights,
             h, n, experts, stride, shares, top_k, int(normalise),
-            np.float32(scaling), width, defines=(("PER_LANE", ceil(experts, 32)),),
+            np.float32(scaling), width, defines=(("PER_THREAD", ceil(experts, THREADS)),),
             shared_bytes=SHARED_BYTES["route"](experts, top_k), dependent=True,
         )  # fmt: skip
         return ids, weights

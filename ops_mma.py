@@ -27,7 +27,6 @@ MAX_PAIRS = 4096  # (row, expert) pairs of one launch: struct Work has 12 bits f
 WHOLE = 8  # kB of weight that a warp may have in flight in one piece
 SHARES = (1, 2, 4, 8)  # of K, in blocks of their own, or of the warps of a block
 BESIDE_ROWS = 32  # up to which expert_down_mma multiplies the shared expert's down too
-STAGES = 2  # pieces of an expert's weight that a warp has in flight: three were no faster
 LINEAR_STAGES = 2  # of a dense one
 PIECE = 4  # steps of one of those, if they divide
 LONG = 64  # steps of a part from which on longer pieces are taken
@@ -104,6 +103,8 @@ def linear_shared_bytes(tile: Tile, piece: int, own: int, places: int = LINEAR_S
 def _work_bytes(experts: int, rows: int, top_k: int) -> int:
     """struct Work of the expert kernels."""
     pairs = rows * top_k
+    if rows == 1 and top_k <= 32:
+        return 4 * (WARPS + pairs) + 2 * pairs
     tiles, words = min(pairs, experts + pairs // 8), ceil(rows, 32)
     return 4 * (WARPS + tiles + experts * words) + 2 * (experts + pairs)
 
@@ -181,14 +182,27 @@ class TensorMlp:
 
 
 @dataclass(frozen=True)
+class Depth:
+    """How much of the experts' weights is on its way: pieces a warp of gate and up, of down, and
+    blocks that a processor is to hold of each."""
+
+    up: int = 2
+    down: int = 2
+    up_resident: int = 3
+    down_resident: int = 2
+
+
+@dataclass(frozen=True)
 class TensorExperts:
     """INT4 experts in the order of pack_int4, `leaves` parts of the width.
 
+    tickets  uint32 [2], of expert_gate_up_mma
     up_groups, down_groups  quantisation groups in a piece
     """
 
     gate_up: object
     down: object
+    tickets: object
     experts: int
     width: int
     hidden: int
@@ -200,10 +214,14 @@ class TensorExperts:
     def parts(self) -> int:
         return parts_of(self.hidden)
 
-    @property
-    def defines(self) -> Defines:
+    def defines(self, top_k: int, depth: Depth) -> Defines:
         return (
-            ("STAGES", STAGES),
+            ("UP_STAGES", depth.up),
+            ("DOWN_STAGES", depth.down),
+            ("DOWN_RESIDENT", depth.down_resident),
+            ("TOP_K", top_k),
+            ("BLOCKS", self.width // 16),
+            ("LEAVES", self.leaves),
             ("PARTS", self.parts),
             ("UP_GROUPS", self.up_groups),
             ("DOWN_GROUPS", self.down_groups),
@@ -214,12 +232,17 @@ class TensorExperts:
         """Pieces in a part of gate and up."""
         return self.hidden // self.parts // STEP // self.up_groups
 
-    def up_shared_bytes(self, rows: int, top_k: int) -> int:
-        rings = self.parts * STAGES * (576 * self.up_groups + 8)
+    def most_items(self, rows: int, top_k: int) -> int:
+        """Of a launch of gate and up: (tile of pairs, 16 columns)."""
+        pairs = rows * top_k
+        return min(pairs, self.experts + pairs // 8) * (self.width // 16)
+
+    def up_shared_bytes(self, rows: int, top_k: int, depth: Depth) -> int:
+        rings = self.parts * depth.up * (576 * self.up_groups + 8) + 8
         return rings + 2 * self.parts * 1024 + _work_bytes(self.experts, rows, top_k)
 
-    def down_shared_bytes(self, rows: int, top_k: int, beside_parts: int = 0) -> int:
-        rings = WARPS * STAGES * (576 * self.down_groups + 8)
+    def down_shared_bytes(self, rows: int, top_k: int, depth: Depth, beside_parts: int = 0) -> int:
+        rings = WARPS * depth.down * (576 * self.down_groups + 8)
         sums = top_k + (self.leaves - 1).bit_length() + beside_parts
         slots = rows * 128 * sums + 4 * rows * top_k
         return rings + slots + _work_bytes(self.experts, rows, top_k)
@@ -294,20 +317,21 @@ class TensorCoreKernels:
         codes = [self.launcher.upload(w.packed.view(np.int32)) for w in weights]
         scales = [self.launcher.upload(w.scales) for w in weights]
 
-        def pack(a, b, rows, k, tiles, groups, stride, offset):
+        def pack(a, b, rows, k, tiles, groups, parts, stride, offset):
             data = self.empty((n * tiles * (k // STEP) * 288,), UINT8)
             words = data.size // 4
             self._launch(
                 "pack", "pack_int4", (ceil(words, THREADS),), codes[a], codes[b], scales[a],
-                scales[b], data, rows, k, tiles, groups, stride, offset, np.int64(words),
+                scales[b], data, rows, k, tiles, groups, parts, stride, offset, np.int64(words),
             )  # fmt: skip
             return data.reshape(n, tiles // 2, -1)
 
-        both = pack(0, 1, width, hidden, width // 8, up_groups, 8, 0)
-        one = pack(2, 2, hidden, width, hidden // 16, down_groups, 16, 8)
+        both = pack(0, 1, width, hidden, width // 8, up_groups, parts_of(hidden), 8, 0)
+        one = pack(2, 2, hidden, width, hidden // 16, down_groups, 1, 16, 8)
         self.launcher.synchronize()  # as above
         return TensorExperts(
-            both, one, n, width, hidden, leaves, up_groups, down_groups,
+            both, one, self.launcher.upload(np.zeros(2, np.uint32)), n, width, hidden, leaves,
+            up_groups, down_groups,
         )  # fmt: skip
 
     def _cuts(self, rows: int, weight: TensorMatrix, parts: int, least: int, most: int):
@@ -401,6 +425,16 @@ class TensorCoreKernels:
         )  # fmt: skip
         return out
 
+    def _depth(self, e: TensorExperts, rows: int, top_k: int) -> Depth:
+        """For a launch over so many rows."""
+        room, least = self.launcher.limits.shared_bytes, Depth()
+        up, down = e.up_shared_bytes(rows, top_k, least), e.down_shared_bytes(rows, top_k, least, 2)
+        # Of one row, blocks of down find room beside those of gate and up, and fetch meanwhile.
+        beside = rows == 1 and up + 2 * down + 3072 <= room
+        return Depth(
+            up_resident=max(1, min(3, room // (up + 1024))), down_resident=3 if beside else 2
+        )
+
     def _mma_experts(self, x, ids, weights, experts: TensorExperts, shared, hidden=None):
         """`moe` with packed experts, before ranks join."""
         e = experts
@@ -418,32 +452,33 @@ class TensorCoreKernels:
             down, of_down = matrix.data, (matrix.in_features, matrix.wide, matrix.parts)
         elif shared is not None:
             sums = self._shared_leaves(x, shared, e.leaves, hidden)
-        limits, blocks = self.launcher.limits, e.width // 16
+        limits = self.launcher.limits
         most_rows = max(1, MAX_PAIRS // top_k)
         step = min(EXPERT_ROWS, most_rows)
         for first in range(0, n, step):
             rows = slice(first, min(n, first + step))
             count = rows.stop - first
-            need, pairs = e.up_shared_bytes(count, top_k), count * top_k
-            most = min(pairs, e.experts + pairs // 8) * blocks
-            resident = max(1, min(3, limits.shared_bytes // (need + 1024)))
+            depth = self._depth(e, count, top_k)
+            blocks = min(e.most_items(count, top_k), depth.up_resident * limits.processors)
             self._launch(
-                "experts_mma", "expert_gate_up_mma", (min(most, resident * limits.processors),),
-                x[rows], ids[rows], e.gate_up, h[first * top_k :], count, top_k, e.experts, blocks,
-                e.chunks, shared_bytes=need, defines=e.defines, dependent=True,
+                "experts_mma", "expert_gate_up_mma", (blocks,), x[rows], ids[rows], e.gate_up,
+                h[first * top_k :], e.tickets, count, e.experts, e.chunks,
+                shared_bytes=e.up_shared_bytes(count, top_k, depth),
+                defines=e.defines(top_k, depth), dependent=True,
             )  # fmt: skip
-        needs = {r: e.down_shared_bytes(r, top_k, of_down[2]) for r in DOWN_ROWS}
+        needs = {r: e.down_shared_bytes(r, top_k, Depth(), of_down[2]) for r in DOWN_ROWS}
         fit = (r for r, need in needs.items() if need <= limits.shared_bytes)
         step = min(next(fit, DOWN_ROWS[-1]), most_rows)
         for first in range(0, n, step):
             rows = slice(first, min(n, first + step))
             count = rows.stop - first
+            depth = self._depth(e, count, top_k)
             self._launch(
                 "experts_mma", "expert_down_mma", (e.hidden // 32,), h[first * top_k :], ids[rows],
-                weights[rows], e.down, sums[rows], beside[rows], down, out[rows], count, top_k,
-                e.experts, e.width, e.hidden, e.leaves, int(sums is not out), *of_down,
-                shared_bytes=e.down_shared_bytes(count, top_k, of_down[2]), defines=e.defines,
-                dependent=True,
+                weights[rows], e.down, sums[rows], beside[rows], down, out[rows], count,
+                e.experts, e.width, e.hidden, int(sums is not out), *of_down,
+                shared_bytes=e.down_shared_bytes(count, top_k, depth, of_down[2]),
+                defines=e.defines(top_k, depth), dependent=True,
             )  # fmt: skip
         return out
 
@@ -685,10 +720,10 @@ def mma_needs(model: config.Model, linear: bool, experts: bool, attention: bool)
     if experts and model.n_routed_experts:
         top_k, layer = model.num_experts_per_tok, model.num_hidden_layers - 1
         packed = TensorExperts(
-            None, None, model.n_routed_experts, model.moe_intermediate_size, model.hidden_size,
-            config.mlp_leaves(model, layer), up_groups=PIECE, down_groups=PIECE,
+            None, None, None, model.n_routed_experts, model.moe_intermediate_size,
+            model.hidden_size, config.mlp_leaves(model, layer), up_groups=PIECE, down_groups=PIECE,
         )  # fmt: skip
         rows = min(EXPERT_ROWS, max(1, MAX_PAIRS // top_k))
-        needs["expert_gate_up_mma"] = packed.up_shared_bytes(rows, top_k)
-        needs["expert_down_mma"] = packed.down_shared_bytes(DOWN_ROWS[-1], top_k)
+        needs["expert_gate_up_mma"] = packed.up_shared_bytes(rows, top_k, Depth())
+        needs["expert_down_mma"] = packed.down_shared_bytes(DOWN_ROWS[-1], top_k, Depth())
     return needs

@@ -91,21 +91,24 @@ def test_how_blocks_share_a_product_changes_no_bit(device: str, k: int) -> None:
 
 
 def test_more_processors_change_no_bit(device: str) -> None:
-    """What launches do where all blocks run at once: all of a warp's weights on their way."""
+    """What launches do where all blocks run at once: all of a warp's weights on their way, a block
+    for every item of the experts' gates; where there are fewer, they draw tickets."""
     if device == "cuda":
         pytest.skip("a GPU has the processors that it has")
     few, many = launchers.EmulatorLauncher(), launchers.EmulatorLauncher()
     many.limits = dataclasses.replace(many.limits, processors=132)
     rng = np.random.default_rng(7)
-    routed, beside, x, ids, weights = experts_case(rng, 3072, 32, 4, 2, 32, 2)
+    routed, beside, x, ids, weights = experts_case(rng, 3072, 32, 4, 2, 32, 9)
     a, w = both(40, 1024, rows=9)
     results = []
     for given in (few, many):
         kernels = ops.CudaOps("bfloat16", launcher=given, poison=True)
         packed = [kernels.prepare_mlp(*m, 1) for m in (routed, beside)]
-        y = kernels.moe(x[:1].copy(), ids[:1].copy(), weights[:1].copy(), *packed)
-        z = kernels.linear(a, kernels.prepare(w))
-        results.append((bits(kernels.download(y)), bits(kernels.download(z))))
+        some = [[m[:rows].copy() for m in (x, ids, weights)] for rows in (1, 9, 9)]
+        made = [kernels.moe(*inputs, *packed) for inputs in some]
+        assert not kernels.download(packed[0].tickets).any()
+        made.append(kernels.linear(a, kernels.prepare(w)))
+        results.append([bits(kernels.download(y)) for y in made])
     assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
 
 
