@@ -352,6 +352,23 @@ struct Ring {
   }
 };
 
+// n (a power of two, at most WARPS / 2) sums that lie `apart`, added pairwise.
+DEVICE float4 join(const float4* of, int apart, int n) {
+  float4 v[WARPS / 2];
+#pragma unroll
+  for (int i = 0; i < WARPS / 2; i++)
+    if (i < n) v[i] = of[i * apart];
+#pragma unroll
+  for (int d = 1; d < WARPS / 2; d <<= 1)
+    if (d < n)
+#pragma unroll
+      for (int i = 0; i < WARPS / 2; i += 2 * d) {
+        v[i].x = __fadd_rn(v[i].x, v[i + d].x), v[i].y = __fadd_rn(v[i].y, v[i + d].y);
+        v[i].z = __fadd_rn(v[i].z, v[i + d].z), v[i].w = __fadd_rn(v[i].w, v[i + d].w);
+      }
+  return v[0];
+}
+
 // ==== elementwise ====
 
 // grid ceil(n / THREADS), block THREADS. Each output is one element's own arithmetic. All may be

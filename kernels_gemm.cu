@@ -6,7 +6,8 @@
 // steps of 32 columns, ascending, two mma each; in both lane (g, t) holds columns 8t .. 8t + 3 or
 // 8t + 4 .. 8t + 7 of the step, which are 16 neighbouring bytes of x.
 //
-// All copies of weights are asynchronous, through a ring of STAGES places a warp (-DSTAGES).
+// All copies of weights are asynchronous, through a ring of STAGES places (-DSTAGES) a warp, or a
+// block in wide_mma.
 
 // ==== read ====
 
@@ -131,23 +132,6 @@ struct Shape {
   int parts, part_steps, chunk;  // chunk: steps of one copy, divides part_steps
   int split;                     // warps that share K, a power of two up to WARPS and `parts`
 };
-
-// n (a power of two, at most WARPS / 2) sums that lie `apart`, added pairwise.
-DEVICE float4 join(const float4* of, int apart, int n) {
-  float4 v[WARPS / 2];
-#pragma unroll
-  for (int i = 0; i < WARPS / 2; i++)
-    if (i < n) v[i] = of[i * apart];
-#pragma unroll
-  for (int d = 1; d < WARPS / 2; d <<= 1)
-    if (d < n)
-#pragma unroll
-      for (int i = 0; i < WARPS / 2; i += 2 * d) {
-        v[i].x = __fadd_rn(v[i].x, v[i + d].x), v[i].y = __fadd_rn(v[i].y, v[i + d].y);
-        v[i].z = __fadd_rn(v[i].z, v[i + d].z), v[i].w = __fadd_rn(v[i].w, v[i + d].w);
-      }
-  return v[0];
-}
 
 // Calls finish(tile, n, v) for every tile of outputs and every eight rows of x: v.x, v.y are output
 // 16 tile + g of rows 8n + 2t and 8n + 2t + 1, v.z, v.w those of output 16 tile + 8 + g.
@@ -354,6 +338,273 @@ GATE_UP(1)
 GATE_UP(2)
 GATE_UP(4)
 GATE_UP(8)
+
+// ==== wide_mma ====
+
+// The sums of linear_mma, bit for bit, for many rows. A block has 32 MW outputs of 8 NT WARPS / (2 WK)
+// rows, a warp 16 MW of 8 NT; both operands come through shared memory, so that a block reads each
+// once. K falls in `splits` (gridDim.z), those in WK shares of a block's warps, those in `own` parts,
+// all equal: a power of two. A part adds its steps ascending, parts of a warp join as a binary counter
+// carries (the first level in registers, the others in shared memory), then shares, then splits: the
+// last block of a tile that comes joins them, or y has them apart.
+// Shared: [STAGES] places of [WK] x (weights [2 MW, STEPS] kB and x [STEPS, rows, 32]), then waiting
+// parts, [levels, MW NT, THREADS] float4.
+struct WideShape {
+  int T, out, stride;   // x is [T, stride], 16-byte aligned rows
+  int blocks, wide;     // of pack_dense: `wide` tiles each
+  int steps;            // K / 32
+  int own, part_steps;  // steps of a part
+  int early;            // whether all blocks run at once
+  int form;             // of y: 0 fp32, 1 rounded, SILU_MUL: of gates and ups, as gate_up_mma has it
+  int y_stride, apart;  // y[row * y_stride + output]; splits `apart`, if not 0
+  float4* between;      // [splits, row tiles, output tiles, outputs * rows / 4], if splits join
+  int* arrived;         // [row tiles, output tiles]: zeros, here and after it
+};
+
+DEVICE float4 add(float4 a, float4 b) {
+  return float4{__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w)};
+}
+
+// v.x, v.y: row g of a tile of weights, rows t and t + 1 of x; v.z, v.w: row 8 + g of the tile.
+DEVICE void put_wide(void* y, const WideShape& s, int tile, int t, float4 v) {
+  const int g = (threadIdx.x & 31) / 4;
+  const float low[2] = {v.x, v.y}, high[2] = {v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    if (t + i >= s.T) continue;
+    const i64 row = (i64)(t + i) * s.y_stride;
+    if (s.form == SILU_MUL) {
+      if (tile * 8 + g < s.out)
+        store((bf16*)y + row + tile * 8 + g, __fmul_rn(silu(low[i]), high[i]));
+      continue;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int o = tile * 16 + half * 8 + g;
+      if (o >= s.out) continue;
+      if (s.form) store((bf16*)y + row + o, half ? high[i] : low[i]);
+      else ((float*)y)[row + o] = half ? high[i] : low[i];
+    }
+  }
+}
+
+template <int MW, int NT, int WK, int STAGES>
+DEVICE void wide_mma(const bf16* x, const unsigned char* weight, void* y, const WideShape& s) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  constexpr int TILES = 2 * MW, ACROSS = WARPS / 2 / WK, MOST = 8 * NT * ACROSS;  // MOST: rows
+  constexpr int WEIGHTS = TILES * STEPS * 1024, SHARE = WEIGHTS + STEPS * MOST * 64;
+  constexpr int PLACE = WK * SHARE;
+  constexpr int TOGETHER = THREADS / 64 / STEPS;  // tiles that all threads copy at once
+  static_assert(TOGETHER % 2 == 0, "whole blocks of up to two tiles");
+  static_assert(STEPS == 2, "fragments of two steps");
+  static_assert(STAGES * PLACE >= TILES * MOST * 64, "the sums of a share fit");
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int down = warp % 2, across = warp / 2 % ACROSS, share = warp / 2 / ACROSS;
+  const int steps = s.own * s.part_steps, chunks = (steps + STEPS - 1) / STEPS;
+  const int begin = blockIdx.z * WK * steps;  // step of the first share
+  const int first_tile = blockIdx.x * TILES, first_row = blockIdx.y * MOST;
+  float4* waiting = (float4*)(memory + STAGES * PLACE) + threadIdx.x;
+
+  // Threads take 16 bytes at a time, of both: where this one begins.
+  const int at = threadIdx.x;
+  const int w_step = at / 64 % STEPS, w_tile = at / 64 / STEPS;  // TOGETHER tiles at a time
+  const int x_row = at / 4 % MOST;
+  const i64 w_block = (first_tile + w_tile) / s.wide;
+  const unsigned char* w_from =
+      weight + ((w_block * s.steps + begin + w_step) * s.wide + w_tile % s.wide) * 1024 + at % 64 * 16;
+  const bf16* x_from = x + (i64)(first_row + x_row) * s.stride + begin * 32 + at % 4 * 8;
+  auto fetch_weights = [&](int chunk) {  // tiles past the last block are zeros
+    unsigned char* to = memory + chunk % STAGES * PLACE + at * 16;
+#pragma unroll
+    for (int of = 0; of < WK; of++)
+#pragma unroll
+      for (int i = 0; i < TILES; i += TOGETHER) {
+        if (chunk * STEPS + w_step >= steps || i + w_tile >= TILES) continue;
+        const bool there = first_tile + i + w_tile < s.blocks * s.wide;
+        const i64 from = (i64)i * s.steps + (of * steps + chunk * STEPS) * s.wide;
+        cp_async_16(to + of * SHARE + i * STEPS * 1024, w_from + from * 1024, there ? 16 : 0);
+      }
+  };
+  auto fetch_x = [&](int chunk) {  // rows past the last are zeros
+    unsigned char* to = memory + chunk % STAGES * PLACE + WEIGHTS + at * 16;
+#pragma unroll
+    for (int of = 0; of < WK; of++)
+#pragma unroll
+      for (int i = 0; i < STEPS * MOST; i += THREADS / 4) {
+        const int step = chunk * STEPS + (i + at / 4) / MOST, row = i % MOST;
+        if (step >= steps || i + at / 4 >= STEPS * MOST) continue;
+        const bool there = first_row + x_row + row < s.T;
+        const i64 from = (i64)row * s.stride + (of * steps + step) * 32;
+        cp_async_16(to + of * SHARE + i * 64, x_from + from, there ? 16 : 0);
+      }
+  };
+
+  for (int i = 0; i < STAGES; i++)
+    if (i < chunks) fetch_weights(i);
+  if (s.early) grid_dependency_launch();
+  grid_dependency_wait();  // weights are always there; x comes from the kernel in front
+  for (int i = 0; i < STAGES; i++) {
+    if (i < chunks) fetch_x(i);
+    cp_async_commit();
+  }
+
+  float sum[MW][NT][4] = {}, kept[MW][NT][4] = {};
+  int part = 0, left = s.part_steps;
+  auto finish_part = [&] {  // `sum` goes to where its right neighbour finds it, or to the left one
+    left = s.part_steps;
+    if (s.own == 1) return;
+    const bool last = part + 1 == s.own;
+#pragma unroll
+    for (int m = 0; m < MW; m++)
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        float4 v = {sum[m][n][0], sum[m][n][1], sum[m][n][2], sum[m][n][3]};
+        if (part & 1) {
+          v = add(float4{kept[m][n][0], kept[m][n][1], kept[m][n][2], kept[m][n][3]}, v);
+          float4* of = waiting + (m * NT + n) * THREADS;  // read and written by this thread alone
+          int level = 1;
+          for (; (part >> level) & 1; level++, of += MW * NT * THREADS) v = add(*of, v);
+          if (!last) *of = v;
+        } else {
+          kept[m][n][0] = v.x, kept[m][n][1] = v.y, kept[m][n][2] = v.z, kept[m][n][3] = v.w;
+        }
+        if (!last) v = float4{0, 0, 0, 0};
+        sum[m][n][0] = v.x, sum[m][n][1] = v.y, sum[m][n][2] = v.z, sum[m][n][3] = v.w;
+      }
+    part++;
+  };
+
+  // Fragments are read one half of a step ahead of their use, those of x where registers suffice.
+  constexpr int EARLY = MW * NT <= 16;
+  u32 a[2][MW][4];         // by halves
+  uint4 b[1 + EARLY][NT];  // by steps
+  const unsigned char* mine = memory + share * SHARE;
+  // A warp's tiles of weights are `down`, 2 + `down`, ...
+  auto read_a = [&](const unsigned char* from, int k, int half) {
+#pragma unroll
+    for (int m = 0; m < MW; m++) {
+      const int tile = 2 * m + down;
+      const uint4 v = *(const uint4*)(from + (tile * STEPS + k) * 1024 + half * 512 + lane * 16);
+      a[half][m][0] = v.x, a[half][m][1] = v.y, a[half][m][2] = v.z, a[half][m][3] = v.w;
+    }
+  };
+  auto read_b = [&](const unsigned char* from, int k) {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      const int row = k * MOST + (across * NT + n) * 8 + g;
+      b[EARLY * k][n] = *(const uint4*)(from + WEIGHTS + row * 64 + t * 16);
+    }
+  };
+  auto multiply = [&](int k, int half) {
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int m = 0; m < MW; m++) {
+        const uint4 v = b[EARLY * k][n];
+        mma_bf16(sum[m][n], a[half][m], half ? v.z : v.x, half ? v.w : v.y);
+      }
+  };
+  cp_async_wait<STAGES - 1>();
+  __syncthreads();  // the first chunk is there for all
+  read_b(mine, 0), read_a(mine, 0, 0);
+#pragma unroll 1
+  for (int chunk = 0; chunk < chunks; chunk++) {
+    const unsigned char* from = mine + chunk % STAGES * PLACE;
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) {
+      const int step = chunk * STEPS + k;
+      if (step >= steps) break;
+      read_a(from, k, 1);
+      multiply(k, 0);
+      if (step + 1 < steps) {
+        if (k + 1 == STEPS) {
+          cp_async_wait<STAGES - 2>();
+          __syncthreads();  // the next chunk is there for all, and all have read this one
+          if (chunk + STAGES < chunks) fetch_weights(chunk + STAGES), fetch_x(chunk + STAGES);
+          cp_async_commit();
+          from = mine + (chunk + 1) % STAGES * PLACE;
+        }
+        read_a(from, (k + 1) % STEPS, 0);
+        if (EARLY) read_b(from, (k + 1) % STEPS);
+      }
+      multiply(k, 1);
+      if (!EARLY && step + 1 < steps) read_b(from, (k + 1) % STEPS);
+      if (--left == 0) finish_part();
+    }
+  }
+  if (!s.early) grid_dependency_launch();
+
+  // Each of the WK warps with sums of one tile takes NT / WK eights of its rows from here on.
+  float4* others = (float4*)memory;
+  const int unit = (across * 2 + down) * 32 + lane;
+  constexpr int UNITS = 64 * ACROSS;
+  if (WK > 1) {
+    __syncthreads();  // all have read the last places
+#pragma unroll
+    for (int m = 0; m < MW; m++)
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+        if (n * WK / NT != share)
+          others[(m * NT + n) * UNITS + unit] =
+              float4{sum[m][n][0], sum[m][n][1], sum[m][n][2], sum[m][n][3]};
+    __syncthreads();  // the other share's sums are there
+  }
+  auto each = [&](auto take) {
+#pragma unroll
+    for (int m = 0; m < MW; m++)
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+        if (n * WK / NT == share) {
+          float4 v = {sum[m][n][0], sum[m][n][1], sum[m][n][2], sum[m][n][3]};
+          if (WK > 1) v = add(others[(m * NT + n) * UNITS + unit], v);
+          take(m, n, v);
+        }
+  };
+  auto put = [&](int m, int n, float4 v, void* to) {
+    put_wide(to, s, first_tile + m * 2 + down, first_row + (across * NT + n) * 8 + 2 * t, v);
+  };
+  if (gridDim.z == 1 || s.apart) {
+    char* to = (char*)y + (i64)blockIdx.z * s.apart * 4;  // sums apart are fp32
+    each([&](int m, int n, float4 v) { put(m, n, v, to); });
+    return;
+  }
+  const int tile = blockIdx.y * gridDim.x + blockIdx.x, tiles = gridDim.x * gridDim.y;
+  constexpr int SUMS = MW * NT * UNITS;
+  float4* of = s.between + (i64)tile * SUMS + unit;
+  each([&](int m, int n, float4 v) {
+    of[(i64)blockIdx.z * tiles * SUMS + (m * NT + n) * UNITS] = v;
+  });
+  __shared__ int before;
+  __threadfence();
+  __syncthreads();  // all of this block's sums are where others see them
+  if (threadIdx.x == 0) {
+    before = atomicAdd(s.arrived + tile, 1);
+    __threadfence();
+  }
+  __syncthreads();  // `before` is known
+  if (before + 1 < (int)gridDim.z) return;
+  if (threadIdx.x == 0) s.arrived[tile] = 0;
+  each([&](int m, int n, float4) {
+    put(m, n, join(of + (m * NT + n) * UNITS, tiles * SUMS, gridDim.z), y);
+  });
+}
+
+// Names: wide_mma_MW_NT_WK; -DSTAGES_MW_NT_WK, -DRESIDENT_MW_NT_WK blocks a multiprocessor.
+#define WIDE(MW, NT, WK)                                                                           \
+  extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_##MW##_##NT##_##WK)               \
+  wide_mma_##MW##_##NT##_##WK(const bf16* x, const unsigned char* weight, void* y, float4* between, \
+                              int* arrived, int form, int y_stride, int apart, int T, int out,     \
+                              int stride, int blocks, int wide, int steps, int own,                \
+                              int part_steps, int early) {                                         \
+    const WideShape s = {T,          out,   stride, blocks,   wide,  steps,   own,                 \
+                         part_steps, early, form,   y_stride, apart, between, arrived};            \
+    wide_mma<MW, NT, WK, STAGES_##MW##_##NT##_##WK>(x, weight, y, s);                              \
+  }
+WIDE(2, 2, 2)
+WIDE(5, 2, 2)
+WIDE(2, 4, 2)
+WIDE(5, 4, 2)
+WIDE(4, 4, 1)
 
 // ==== absorb_mma ====
 

@@ -41,6 +41,8 @@ from launchers import (
 )
 from ops_mma import (
     COLUMN_TILES,
+    MEETING_BYTES,
+    MEETINGS,
     PARTS_BYTES,
     ROUTER_PARTS,
     SHARES,
@@ -51,6 +53,7 @@ from ops_mma import (
     TensorHeads,
     TensorMatrix,
     TensorMlp,
+    WideCut,
     attention_defines,
     mma_needs,
     parts_of,
@@ -469,7 +472,8 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         self._functions: dict[tuple, object] = {}
         self._modules: dict[tuple, object] = {}
         self._counted: dict[int, object] = {}
-        self._cuts_chosen: dict[tuple, Cut] = {}
+        self._cuts_chosen: dict[tuple, Cut | WideCut] = {}
+        self.arrived = self.launcher.upload(np.zeros(MEETINGS, np.int32))  # see wide_mma
         self.listener: Callable[[Launch], None] | None = None
         self.mail: Mailbox | None = None
 
@@ -574,6 +578,8 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         if self.tensor_attention:  # see _attention_work; a part a leaf where there are few rows
             turns = 2 * self.launcher.limits.processors * COLUMN_TILES[-1].tiles * 8
             parts = min(parts + turns * (latent + 2) * 4, PARTS_BYTES)
+        if self.tensor_linear:
+            parts += MEETING_BYTES
         experts = model.num_experts_per_tok * model.moe_intermediate_size * a
         dense = model.intermediate_size * a + model.hidden_size * (4 * a + 4 * 10)  # 8 leaves, sums
         entries = model.num_hidden_layers * (latent + model.qk_rope_head_dim) * a

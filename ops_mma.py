@@ -27,6 +27,12 @@ MAX_PAIRS = 4096  # (row, expert) pairs of one launch: struct Work has 12 bits f
 WHOLE = 8  # kB of weight that a warp may have in flight in one piece
 SHARES = (1, 2, 4, 8)  # of K, in blocks of their own, or of the warps of a block
 BESIDE_ROWS = 32  # up to which expert_down_mma multiplies the shared expert's down too
+WIDE_ROWS = 32  # from which on a dense product takes wide_mma
+WIDE_STEPS = 2  # of one place of its ring
+SHARED_RATE = 133  # kB a µs that a multiprocessor's shared memory moves
+WIDE_STATIC = 128  # shared bytes of it that are not dynamic
+SILU_MUL = 2  # form of its outputs; 0: fp32, 1: rounded
+MEETING_BYTES = 32 << 20  # of sums of one launch of it whose splits meet, at most
 LINEAR_STAGES = 2  # of a dense one
 PIECE = 4  # steps of one of those, if they divide
 LONG = 64  # steps of a part from which on longer pieces are taken
@@ -56,7 +62,51 @@ TILES = (
     Tile(4, 2, ahead=4, resident=1),
     Tile(8, 2, ahead=2, resident=1),
 )
+
+
+@dataclass(frozen=True)
+class WideTile:
+    """A variant of wide_mma: a warp has `wide` tiles of 16 outputs and 8 * `eights` rows.
+
+    shares    of K, among the warps of a block
+    stages    places of its ring
+    resident  blocks a multiprocessor
+    """
+
+    wide: int
+    eights: int
+    shares: int
+    stages: int
+    resident: int
+
+    @property
+    def outputs(self) -> int:
+        return 32 * self.wide
+
+    @property
+    def rows(self) -> int:
+        return WARPS // 2 // self.shares * 8 * self.eights
+
+    @property
+    def name(self) -> str:
+        return f"{self.wide}_{self.eights}_{self.shares}"
+
+    def shared_bytes(self, own: int) -> int:
+        """own: parts of K that a warp joins."""
+        ring = self.stages * self.shares * WIDE_STEPS * 64 * (self.outputs + self.rows)
+        levels = max(0, (own - 1).bit_length() - 1)
+        return ring + levels * THREADS * self.wide * self.eights * 16
+
+
+WIDE_VARIANTS = (
+    WideTile(2, 2, shares=2, stages=4, resident=2),
+    WideTile(5, 2, shares=2, stages=3, resident=1),
+    WideTile(2, 4, shares=2, stages=3, resident=2),
+    WideTile(5, 4, shares=2, stages=2, resident=1),
+    WideTile(4, 4, shares=1, stages=3, resident=1),
+)
 ROOMY = 160_000  # shared bytes of a block from which on more is kept in flight
+MEETINGS = MEETING_BYTES // min(2 * 4 * t.outputs * t.rows for t in WIDE_VARIANTS)  # tiles
 WIDE_TILES = 384  # from so many tiles of 16 outputs (over warps that share K) on: wide = 2
 
 
@@ -90,6 +140,15 @@ LINEAR_DEFINES: Defines = (
     ("STAGES", LINEAR_STAGES),
     *((f"{name.upper()}_{t.eights}_{t.wide}", getattr(t, name))
       for t in TILES for name in ("ahead", "resident")),
+)  # fmt: skip
+
+
+# -D of the section of many rows.
+WIDE_DEFINES: Defines = (
+    ("STEPS", WIDE_STEPS),
+    ("SILU_MUL", SILU_MUL),
+    *((f"{name.upper()}_{t.name}", getattr(t, name))
+      for t in WIDE_VARIANTS for name in ("stages", "resident")),
 )  # fmt: skip
 
 
@@ -146,6 +205,19 @@ class Cut:
     shared_bytes: int
     blocks: int
     grid: int
+
+
+@dataclass(frozen=True)
+class WideCut:
+    """The same of many rows: `shares` of K, whose sums stay apart, or `splits`, which blocks join;
+    own: parts that a warp joins."""
+
+    tile: WideTile
+    shares: int
+    splits: int
+    own: int
+    shared_bytes: int
+    grid: tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -356,7 +428,25 @@ class TensorCoreKernels:
                             yield Cut(tile, shares, split, piece, whole, need, count, grid)
                             break
 
-    def _cut(self, rows: int, weight: TensorMatrix, parts: int, least=1, most=1) -> Cut:
+    def _wide_cuts(self, rows: int, weight: TensorMatrix, parts: int, least: int, most: int):
+        """The same of wide_mma, as WideCut."""
+        limits, tiles = self.launcher.limits, weight.blocks * weight.wide
+        alone = least == most == 1  # then blocks that share K join
+        for tile in WIDE_VARIANTS:
+            across, down = ceil(16 * tiles, tile.outputs), ceil(rows, tile.rows)
+            for z in SHARES:
+                own = parts // tile.shares // z
+                need = tile.shared_bytes(own)
+                if parts % (tile.shares * z) or need + WIDE_STATIC > limits.shared_bytes:
+                    continue
+                grid = across, down, z
+                sums = math.prod(grid) * 4 * tile.outputs * tile.rows
+                if alone and (z == 1 or z <= WARPS // 2 and sums <= MEETING_BYTES):
+                    yield WideCut(tile, 1, z, own, need, grid)
+                elif not alone and least <= z <= most:
+                    yield WideCut(tile, z, 1, own, need, grid)
+
+    def _cut(self, rows: int, weight: TensorMatrix, parts: int, least=1, most=1) -> Cut | WideCut:
         """The one with the least to read for the busiest processor: bytes of weights, a tenth of
         those of x, what shares write and read; less if all is on its way before x is there."""
         steps, processors = weight.in_features // STEP, self.launcher.limits.processors
@@ -372,8 +462,26 @@ class TensorCoreKernels:
             between = 128 * rows * weight.blocks * weight.wide / processors + 2000
             return read + between * cut.shares, -cut.split
 
-        self._cuts_chosen[key] = min(self._cuts(rows, weight, parts, least, most), key=cost)
-        return self._cuts_chosen[key]
+        chosen = min(self._cuts(rows, weight, parts, least, most), key=cost)
+        at_once = chosen.grid * ceil(rows, 8 * chosen.tile.eights) <= processors
+        if rows >= WIDE_ROWS and not (chosen.whole and at_once):
+            wide = self._wide_cuts(rows, weight, parts, least, most)
+            chosen = min(wide, key=lambda cut: self._wide_cost(weight, cut), default=chosen)
+        self._cuts_chosen[key] = chosen
+        return chosen
+
+    def _wide_cost(self, weight: TensorMatrix, cut: WideCut) -> float:
+        """About the µs of a launch on an H200, where shared memory is what limits: of every step a
+        warp reads its fragments, a block writes both operands."""
+        tile, limits = cut.tile, self.launcher.limits
+        fragments = WARPS // tile.shares * (tile.wide + tile.eights / 2)
+        step = (fragments + (tile.outputs + tile.rows) / 16) / SHARED_RATE
+        steps, sums = weight.in_features // STEP / cut.grid[2], tile.outputs * tile.rows / 1024
+        turns = ceil(math.prod(cut.grid), limits.processors)
+        pairs = tile.resident == 2 and 2 * (cut.shared_bytes + WIDE_STATIC) <= limits.shared_bytes
+        overlap = 0.82 if pairs and turns > 1 else 1.0
+        meet = 2 + turns * sums / 8 if cut.splits > 1 else 0.0
+        return turns * overlap * (0.75 + 0.44 * sums + step * steps) + meet
 
     def _mma(
         self, kernel: str, x, weight: TensorMatrix, out, columns: tuple, cut: Cut, parts: int
@@ -383,6 +491,9 @@ class TensorCoreKernels:
         columns  the kernel's arguments around T
         parts    of K, all shares together
         """
+        if isinstance(cut, WideCut):
+            self._wide_mma(kernel, x, weight, out, columns, cut, parts)
+            return
         steps = weight.in_features // STEP
         before, after = columns
         grid = (cut.blocks, ceil(len(x), 8 * cut.tile.eights), cut.shares)
@@ -391,6 +502,24 @@ class TensorCoreKernels:
             *before, len(x), *after, weight.in_features, weight.blocks, steps, parts // cut.shares,
             steps // parts, cut.piece, cut.split, shared_bytes=cut.shared_bytes,
             defines=LINEAR_DEFINES, dependent=True,
+        )  # fmt: skip
+
+    def _wide_mma(
+        self, kernel: str, x, weight: TensorMatrix, out, columns: tuple, cut: WideCut, parts: int
+    ) -> None:
+        """`_mma` of many rows."""
+        before, (outputs,) = columns
+        form, stride, apart = before or (SILU_MUL, outputs, 0)
+        apart = apart if cut.shares > 1 else 0
+        steps, (across, down, z) = weight.in_features // STEP, cut.grid
+        sums = across * down * cut.tile.outputs * cut.tile.rows
+        between = self.empty((cut.splits if cut.splits > 1 else 0, sums))
+        self._launch(
+            "wide_mma", f"wide_mma_{cut.tile.name}", cut.grid, x, weight.data, out, between,
+            self.arrived, form, stride, apart, len(x), outputs, weight.in_features, weight.blocks,
+            weight.wide, steps, cut.own, steps // parts,
+            int(across * down * z <= self.launcher.limits.processors),
+            shared_bytes=cut.shared_bytes, defines=WIDE_DEFINES, dependent=True,
         )  # fmt: skip
 
     def _mma_gate_up(self, op: str, x, weight: TensorMlp):

@@ -90,6 +90,34 @@ def test_how_blocks_share_a_product_changes_no_bit(device: str, k: int) -> None:
     assert all(np.array_equal(bits(y), bits(found[0])) for y in found)
 
 
+@pytest.mark.parametrize(
+    "out, k, leaves, wide, rows",
+    [(40, 256, 8, 1, 33), (170, 512, 1, 2, 40), (200, 1792, 1, 1, 35), (24, 288, 1, 1, 130),
+     (100, 1024, 16, 2, 70)],
+)  # fmt: skip
+def test_many_rows_have_the_bits_of_few(device: str, out, k, leaves, wide, rows) -> None:
+    """wide_mma gives linear_mma's sums, however it cuts a product; its counts are at 0 again."""
+    kernels = kernels_on(device)
+    if device == "emulate":  # all variants that some GPU takes
+        limits = dataclasses.replace(kernels.launcher.limits, shared_bytes=232_448)
+        kernels.launcher.limits = limits
+    x, w = both(out, k, rows=rows)
+    x = kernels.launcher.upload(x)
+    weight = kernels._pack_dense(kernels.launcher.upload(w), None, leaves, leaves > 1, wide)
+    parts = weight.leaves * weight.parts
+
+    def sums(cut):
+        y = kernels.empty((cut.shares, rows, out))
+        kernels._mma("linear_mma", x, weight, y, ((0, out, rows * out), (out,)), cut, parts)
+        return bits(reference.tree_sum(kernels.download(y)))
+
+    want = sums(next(kernels._cuts(rows, weight, parts, 1, 1)))
+    for least, most in ((1, 1), (2, 8)):
+        for cut in kernels._wide_cuts(rows, weight, parts, least, most):
+            assert np.array_equal(sums(cut), want), cut
+    assert not kernels.download(kernels.arrived).any()
+
+
 def test_more_processors_change_no_bit(device: str) -> None:
     """What launches do where all blocks run at once: all of a warp's weights on their way, a block
     for every item of the experts' gates; where there are fewer, they draw tickets."""
@@ -331,7 +359,8 @@ def test_no_thread_reads_what_is_not_there_yet(device: str) -> None:
     kernels = ops.CudaOps(
         "bfloat16", launcher=launchers.EmulatorLauncher(checked=True), poison=True
     )
-    for out, k, leaves, rows in ((40, 256, 8, 9), (24, 1024, 16, 2), (48, 384, 1, 17)):
+    sizes = (40, 256, 8, 9), (24, 1024, 16, 2), (48, 384, 1, 17), (70, 512, 4, 65)
+    for out, k, leaves, rows in sizes:
         x, w = both(out, k, rows=rows)
         weight = kernels.prepare(w, shards=leaves, row_cut=leaves > 1)
         want = x.astype(np.float64) @ w.astype(np.float64).T

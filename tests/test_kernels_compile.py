@@ -89,6 +89,13 @@ def dense_bytes(kernel: str, architecture: str) -> int | None:
     return need if need <= most else None
 
 
+def wide_bytes(kernel: str, architecture: str) -> int | None:
+    """The same of many rows' kernel, with a part a warp."""
+    [tile] = [t for t in ops_mma.WIDE_VARIANTS if kernel.endswith(t.name)]
+    need = tile.shared_bytes(own=1)
+    return need if need <= ARCHITECTURES[architecture] else None
+
+
 def attention_bytes(kernel: str, architecture: str, defines) -> int | None:
     """The same of an attention kernel on tensor cores."""
     shape, stages = (OF_BLOCKS, 1) if "block" in kernel else (LATENT, dict(defines)["STAGES"])
@@ -120,6 +127,8 @@ def test_every_section_compiles(architecture: str, activation: str, capsys) -> N
             variants = variants[:1]  # there is no room for three blocks
         if section == "linear_mma":
             variants = [ops_mma.LINEAR_DEFINES]
+        if section == "wide_mma":
+            variants = [ops_mma.WIDE_DEFINES]
         if section == "rms_norm" and architecture != "sm_80":
             variants = [*variants, ops.norm_defines(7168, clusters=True)]
         if section == "attention_mma":
@@ -132,6 +141,8 @@ def test_every_section_compiles(architecture: str, activation: str, capsys) -> N
                 name = " ".join([kernel, *(str(v) for _, v in defines)])
                 if section == "linear_mma":
                     dynamic, name = dense_bytes(kernel, architecture), kernel
+                if section == "wide_mma":
+                    dynamic, name = wide_bytes(kernel, architecture), kernel
                 if "_spans_" in kernel and section == "attention_mma":
                     dynamic = attention_bytes(kernel, architecture, defines)
                 if dynamic is None:
