@@ -6,6 +6,7 @@ pytest -m gpu             the same tests on an NVIDIA GPU; writes tests/gpu_repo
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import platform
@@ -85,6 +86,10 @@ def pytest_collection_modifyitems(items) -> None:
     """The files that take longest begin first: two processes then end together."""
     rank = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported and collected stays: no need to look at it again and again
 
 
 def pytest_runtest_logreport(report) -> None:
