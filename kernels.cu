@@ -1154,7 +1154,7 @@ DEVICE void begin_route() {
 // Further blocks: h = SiLU(gate) * up, rounded, one element a thread. Their columns follow those of the
 // experts, padded to whole tiles of 16: 8 gates, their 8 ups, and so on.
 // All blocks rehearse before the logits are there: so short a kernel waits mostly for its instructions.
-// grid T + ceil(T * width / THREADS); shared: 3 (E + top_k) + WARPS + 1 words.
+// grid T + ceil(T * width / THREADS); shared: 2 E + 3 top_k + WARPS + 1 words.
 KERNEL route(const float* logits,  // [shares, T, stride]
              const float* bias,    // [E]
              int* ids,             // [T, top_k] ascending
@@ -1163,8 +1163,7 @@ KERNEL route(const float* logits,  // [shares, T, stride]
              int T, int E, int stride, int shares, int top_k, int normalise, float scaling,
              int width) {
   extern __shared__ __align__(16) u64 ranks[];  // [E] of candidates: key << 32 | ~id, higher ones first
-  float* scores = (float*)(ranks + E);          // [E]
-  int* chosen = (int*)(scores + E);             // [top_k] ids, best first
+  int* chosen = (int*)(ranks + E);              // [top_k] ids, best first
   float* picked = (float*)(chosen + top_k);     // [top_k] their scores
   float* weighed = picked + top_k;              // [top_k], by ascending id
   u32* best = (u32*)(weighed + top_k);          // [WARPS] keys
@@ -1190,7 +1189,7 @@ KERNEL route(const float* logits,  // [shares, T, stride]
 #pragma unroll
   for (int i = 0; i < PER_THREAD; i++) {
     offset[i] = bias[min(i * THREADS + (int)threadIdx.x, E - 1)];
-    score[i] = 0.01f * (i * THREADS + threadIdx.x);
+    score[i] = 0.01f * lane;
   }
 #pragma unroll 1
   for (int real = 0; real < 2; real++) {
@@ -1220,18 +1219,19 @@ KERNEL route(const float* logits,  // [shares, T, stride]
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
       if (key[i] == 0 || key[i] < least) continue;
-      const int at = atomicAdd(candidates, 1);
-      ranks[at] = (u64)key[i] << 32 | ~(u32)(i * THREADS + threadIdx.x), scores[at] = score[i];
+      ranks[atomicAdd(candidates, 1)] = (u64)key[i] << 32 | ~(u32)(i * THREADS + threadIdx.x);
     }
     __syncthreads();  // all candidates are there before they are compared
     const int n = *candidates;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < n; i += THREADS) {
-      const u64 own = ranks[i];
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; i++) {
+      if (key[i] == 0 || key[i] < least) continue;
+      const int e = i * THREADS + threadIdx.x;
+      const u64 own = (u64)key[i] << 32 | ~(u32)e;
       int before = 0;
 #pragma unroll 8
       for (int j = 0; j < n; j++) before += ranks[j] > own;
-      if (before < top_k) chosen[before] = ~(u32)own, picked[before] = scores[i];
+      if (before < top_k) chosen[before] = e, picked[before] = score[i];
     }
     __syncthreads();  // all choices are there
     if (threadIdx.x >= 32) continue;

@@ -158,7 +158,7 @@ SHARED_BYTES: dict[str, Callable[..., int]] = {
     "latent_query": lambda nope: 4 * ROWS * nope,
     "latent_spans": attention_shared_bytes,
     "block_spans": attention_shared_bytes,
-    "route": lambda experts, top_k: 12 * (experts + top_k) + 4 * WARPS + 4,
+    "route": lambda experts, top_k: 8 * experts + 12 * top_k + 4 * WARPS + 4,
     "sort_pairs": lambda: 8 * THREADS,
     "log_softmax_top": lambda k: 8 * k,
     "penalise_paths": lambda depth: 4 * max(depth, 1),
