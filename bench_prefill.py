@@ -2,6 +2,11 @@
 
 The last piece of a prompt is timed, so that attention has that prompt in front of it. The bits of
 the first token's logits must not depend on the pieces (R1).
+
+Beside it stands what the other form of attention could give: keys and values of every head made
+from the latents first (expanded), or the latents themselves attended to (absorbed, as the engine
+does in prompts and decoding alike). Both by the platform's library, products alone: an estimate.
+Expanded rows have other bits than decoded ones, so the engine has no such form (R1).
 """
 
 from __future__ import annotations
@@ -47,6 +52,7 @@ def table(arguments) -> list[dict]:
             first = logits[0] if first is None else first
             same = all(np.array_equal(first.view(np.int32), x.view(np.int32)) for x in logits)
             flops = operations(engine, size, length)
+            absorbed, expanded = forms_of_attention(engine, size, length)
             rows.append(
                 {
                     "context": length,
@@ -55,6 +61,8 @@ def table(arguments) -> list[dict]:
                     "tok/s": size / seconds,
                     "TFLOP/s": flops / seconds / 1e12,
                     "of the peak": f"{flops / seconds / peak:.1%}",
+                    "absorbed ms": 1e3 * absorbed,
+                    "expanded ms": 1e3 * expanded,
                     "identical": "yes" if same else "NO",
                 }
             )
@@ -108,19 +116,58 @@ def operations(engine: Engine, n: int, length: int) -> int:
     return int(2 * n * total)
 
 
-def peak_flops(engine: Engine) -> float:
-    """Of a large product by the platform's library: fp16 on a GPU (bf16 has the same rate there),
-    fp32 on a CPU."""
-    on_gpu = engine.ops.name == "cuda"
-    xp = engine.ops.launcher.xp if on_gpu else np
-    n = PEAK_SIZE if on_gpu else PEAK_SIZE // 4
-    host = np.random.default_rng(0).standard_normal((n, n), np.float32)
-    a = xp.asarray(host.astype(np.float16 if on_gpu else np.float32))
+def forms_of_attention(engine: Engine, n: int, length: int) -> tuple[float, float]:
+    """Seconds of the products of all layers' attention, absorbed and expanded, for n rows and
+    `length` keys of this rank. Without mask, softmax and rotation."""
+    dims, draw = engine.dims, library(engine)
+    heads = dims.num_attention_heads // engine.settings.tp.ranks("o_proj")
+    latent, rope = dims.kv_lora_rank, dims.qk_rope_head_dim
+    nope, value = dims.qk_nope_head_dim, dims.v_head_dim
+    q, latents = draw(heads, n, nope + rope), draw(length, latent)
+    to_latent, to_value = draw(heads, nope, latent), draw(heads, latent, value)
+    entries, absorbed_q = draw(latent + rope, length), draw(heads * n, latent + rope)
+    expand, keys = draw(latent, heads * (nope + value)), draw(heads, nope + rope, length)
+    values = draw(heads, length, value)
+
+    def absorbed() -> None:
+        q[..., :nope] @ to_latent
+        seen = (absorbed_q @ entries) @ latents
+        seen.reshape(heads, n, latent) @ to_value
+
+    def expanded() -> None:
+        latents @ expand
+        (q @ keys) @ values
+
+    return tuple(len(dims.layers) * seconds_of(engine, run) for run in (absorbed, expanded))
+
+
+def library(engine: Engine):
+    """draw(*shape): random numbers for the platform's products, fp16 on a GPU (bf16 has the same
+    rate there), fp32 on a CPU."""
+    on_gpu, rng = engine.ops.name == "cuda", np.random.default_rng(0)
+    xp, kind = (engine.ops.launcher.xp, np.float16) if on_gpu else (np, np.float32)
+
+    def draw(*shape: int):
+        numbers = rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
+        return xp.asarray(numbers.astype(kind))
+
+    return draw
+
+
+def seconds_of(engine: Engine, run) -> float:
+    """The median of REPEATS, after one that warms up."""
     seconds = []
     for _ in range(REPEATS + 1):
         wait(engine)
         began = time.perf_counter()
-        xp.matmul(a, a)
+        run()
         wait(engine)
         seconds.append(time.perf_counter() - began)
-    return 2 * n**3 / statistics.median(seconds[1:])
+    return statistics.median(seconds[1:])
+
+
+def peak_flops(engine: Engine) -> float:
+    """Of a large product by the platform's library."""
+    n = PEAK_SIZE if engine.ops.name == "cuda" else PEAK_SIZE // 4
+    a = library(engine)(n, n)
+    return 2 * n**3 / seconds_of(engine, lambda: a @ a)

@@ -214,6 +214,7 @@ def test_prompts_in_pieces(house, tmp_path, capsys):
     rows = json.loads(file.read_text())
     assert [(row["context"], row["T"]) for row in rows] == [(32, 8), (32, 32)]
     assert all(row["identical"] == "yes" and row["tok/s"] > 0 for row in rows)
+    assert all(row["absorbed ms"] > 0 and row["expanded ms"] > 0 for row in rows)
     assert bench.main([*argv, "30", "--rows", "8"]) == 2
     assert "expected divisors of --contexts 30" in capsys.readouterr().err
 
