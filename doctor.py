@@ -492,7 +492,6 @@ def _drafter_shapes(m: config.Model, d: config.Drafter, tp, decode, lengths, cas
     few = min(heads, 8), min(kv_heads, 2), d.head_dim
     yield "block_inputs", cases.block_inputs, ((KIND, KIND), rows, d.hidden_size, *few)
     yield "put_context", cases.put_context, (KIND, rows, d.hidden_size, 2, *few[1:])
-    yield "add", cases.add, (rows, d.hidden_size)
     shape = (
         heads, kv_heads, d.head_dim, decode.leaf, decode.span, lengths[:1], d.block_size,
         d.sliding_window or 0,

@@ -39,7 +39,6 @@ class Drafter:
     def __init__(self, dims: config.Drafter, weights, ops, target: Model, *, context, span=4):
         self.dims, self.ops, self.target, self.span = dims, ops, target, span
         size = target.tp.ranks("o_proj")
-        self.heads = dims.num_attention_heads // size
         self.kv_heads = max(1, dims.num_key_value_heads // size)  # more ranks than heads share them
         self.scale = dims.head_dim**-0.5  # unlike the target's, without YaRN's correction
         self.cos, self.sin = ops.rope_table(dims.rope, dims.head_dim, context + dims.block_size)
@@ -56,21 +55,19 @@ class Drafter:
         norms = [w.k_norm.astype(np.float32) for w in weights.layers]
         self.context_norms = ops.upload(np.stack(norms))
         self.layers = [
-            self._prepare_layer(*of_layer)
+            self._prepare_layer(*of_layer, shards)
             for of_layer in zip(weights.layers, inputs, dims.layer_types, strict=True)
         ]
 
-    def _prepare_layer(self, w, inputs, kind: str) -> _Layer:
+    def _prepare_layer(self, w, inputs, kind: str, shards: int) -> _Layer:
         ops, dims, tp = self.ops, self.dims, self.target.tp
-        size = tp.ranks("o_proj")
-        leaves = config.leaves(dims.num_attention_heads) // size
         width_leaves = config.leaves(dims.intermediate_size) // tp.ranks("down_proj")
         return _Layer(
             input_norm=ops.upload(w.input_norm),
             inputs=inputs,
             q_norm=ops.upload(w.q_norm),
             k_norm=ops.upload(w.k_norm),
-            o=ops.prepare(w.o, shards=leaves, row_cut=True),
+            o=ops.prepare(w.o, shards=shards, row_cut=True),
             post_norm=ops.upload(w.post_norm),
             mlp=ops.prepare_mlp(*map(stack_of_one, (w.gate, w.up, w.down)), width_leaves),
             window=(dims.sliding_window or 0) if kind == "sliding_attention" else 0,

@@ -633,11 +633,6 @@ class ReferenceOps:
             np.float32
         )
 
-    def rope_halves(self, x, cos, sin, positions) -> np.ndarray:
-        """The drafter's rotation of x [T, H, d]: component i pairs with i + d / 2. Rounded."""
-        half = x.shape[-1] // 2
-        return self.round(_rotate(x[..., :half], x[..., half:], cos, sin, positions))
-
     def take_rows(self, x: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """x [T, K] at int32 rows [n] -> [n, K]."""
         return x[rows]
@@ -885,8 +880,10 @@ class ReferenceOps:
         self.put_entries(pages, np.stack(entries), np.arange(len(x)), slots, positions, tables)
 
     def _turned(self, x, weight: TiledWeight, norm, eps: float, cos, sin, positions):
+        """Heads [T, n, d] of x, normed and rotated: component i pairs with i + d / 2. Rounded."""
         heads = self.linear(x, weight).reshape(len(x), -1, len(norm))
-        return self.rope_halves(self.rms_norm(heads, norm, eps), cos, sin, positions)
+        heads, half = self.rms_norm(heads, norm, eps), len(norm) // 2
+        return self.round(_rotate(heads[..., :half], heads[..., half:], cos, sin, positions))
 
     def _keys_values(self, x, k: TiledWeight, v: TiledWeight, *how):
         keys = self._turned(x, k, *how)

@@ -148,10 +148,32 @@ def rotation(ops, dim: int):
 
 
 @case
-def rope_halves(ops, rng):
-    cos, sin = rotation(ops, 16)
-    inputs = (normal(rng, N, 3, 16), positions(rng))
-    return Case(inputs, lambda x, at: ops.rope_halves(x, cos, sin, at))
+def block_inputs(ops, rng):
+    turn, q_norm, k_norm = rotation(ops, 16), normal(rng, 16), normal(rng, 16)
+    q, k, v = (matrix(rng, heads * 16, 40) for heads in (4, 2, 2))
+    [weight], _ = ops.prepare_block_inputs([q], [k], [v], 4, 2)
+
+    def call(x, at):
+        return ops.block_inputs(x, weight, q_norm, k_norm, 1e-6, *turn, at)
+
+    return Case((normal(rng, N, 40), positions(rng)), call)
+
+
+@case
+def put_context(ops, rng):
+    """Every row goes to its position in a page of its own."""
+    turn, norms = rotation(ops, 16), normal(rng, 3, 16)
+    keys, values = ([matrix(rng, 2 * 16, 40) for _ in range(3)] for _ in "kv")
+    _, weight = ops.prepare_block_inputs(keys, keys, values, 2, 2)
+
+    def call(x, at):
+        n = len(x)
+        pages = np.zeros((3, n, N, 2 * 2 * 16), x.dtype)
+        own, tables = np.arange(n), np.arange(n)[:, None]
+        ops.put_context(x, weight, norms, 1e-6, *turn, own, own, at, pages, tables)
+        return pages.swapaxes(0, 1)
+
+    return Case((normal(rng, N, 40), positions(rng)), call)
 
 
 @case
@@ -302,7 +324,8 @@ ROUNDED = (  # beginnings of the cases' names
     "rms_norm",
     "add",
     "silu_mul",
-    "rope_halves",
+    "block_inputs",
+    "put_context",
     "latent_query",
     "latent_entry",
     "absorb_v",
