@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -141,7 +142,7 @@ def forms_of_attention(engine: Engine, n: int, length: int) -> tuple[float, floa
     return tuple(len(dims.layers) * seconds_of(engine, run) for run in (absorbed, expanded))
 
 
-def library(engine: Engine):
+def library(engine: Engine) -> Callable:
     """draw(*shape): random numbers for the platform's products, fp16 on a GPU (bf16 has the same
     rate there), fp32 on a CPU."""
     on_gpu, rng = engine.ops.name == "cuda", np.random.default_rng(0)
@@ -154,8 +155,8 @@ def library(engine: Engine):
     return draw
 
 
-def seconds_of(engine: Engine, run) -> float:
-    """The median of REPEATS, after one that warms up."""
+def seconds_of(engine: Engine, run: Callable) -> float:
+    """Of run() to its end on the device: the median of REPEATS, after one that warms up."""
     seconds = []
     for _ in range(REPEATS + 1):
         wait(engine)

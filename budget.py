@@ -96,7 +96,9 @@ def inside(tree: Tree, nodes, of: Sequence[Choice], depth: int) -> np.ndarray:
     return np.where(budgets > depth, nodes, ranks(tree)[nodes]) < budgets
 
 
-def accepted(tree: Tree, tokens: Sequence[int], of: Sequence[Choice], depth: int):
+def accepted(
+    tree: Tree, tokens: Sequence[int], of: Sequence[Choice], depth: int
+) -> np.ndarray | None:
     """How deep a walk along `tokens` gets with each choice -> int [choices]; None where that
     depends on tokens to come."""
     path, ids, parents = [0], tree.token_ids.tolist(), tree.parent.tolist()

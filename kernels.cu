@@ -420,7 +420,7 @@ KERNEL take_rows_f32(const float* x,   // [T, K]
 KERNEL take_rows_act(const act* x, const int* rows, act* out, int T, int K) {
   take_rows(x, rows, out, T, K);
 }
-// Of any type, as words of 16 bytes.
+// Rows of any type as K aligned words of 16 bytes.
 KERNEL take_rows_16(const uint4* x, const int* rows, uint4* out, int T, int K) {
   take_rows(x, rows, out, T, K);
 }

@@ -559,7 +559,7 @@ struct Leaves {
 };
 
 #if !APART
-// What latent_spans_mma reads and writes.
+// What latent_spans_mma and latent_spans_warpgroup read and write.
 struct Latent {
   const bf16* q;        // [n, H, KEY_WIDTH], 16-byte aligned
   const bf16* pages;    // [.., LEAF, KEY_WIDTH], likewise

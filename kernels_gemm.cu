@@ -347,6 +347,7 @@ GATE_UP(8)
 // all equal: a power of two. A part adds its steps ascending, parts of a warp join as a binary counter
 // carries (the first level in registers, the others in shared memory), then shares, then splits: the
 // last block of a tile that comes joins them, or y has them apart.
+// grid (output tiles, row tiles, splits), block THREADS.
 // Shared: [STAGES] places of [WK] x (weights [2 MW, STEPS] kB and x [STEPS, rows, 32]), then waiting
 // parts, [levels, MW NT, THREADS] float4.
 struct WideShape {
@@ -589,6 +590,7 @@ DEVICE void wide_mma(const bf16* x, const unsigned char* weight, void* y, const 
   });
 }
 
+// weight: of pack_dense, 16-byte aligned.
 // Names: wide_mma_MW_NT_WK; -DSTAGES_MW_NT_WK, -DRESIDENT_MW_NT_WK blocks a multiprocessor.
 #define WIDE(MW, NT, WK)                                                                           \
   extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_##MW##_##NT##_##WK)               \

@@ -76,7 +76,7 @@ class _Flight:
 
 
 class _Outputs(NamedTuple):
-    """What a round leaves behind, on the device.
+    """What a round leaves behind, on the device: arrays alone, as a recorded graph keeps them.
 
     tokens, rows  int32 [b, depth + 1];  counts int32 [b];  logits fp32 [b * budget, V]
     token_ids .. sizes  of the larger trees that are wanted (ops.Trees), or None
@@ -254,7 +254,9 @@ class Rounds:
             self.ops.refill(self.state.tables, tables)
 
     def _reader(self, made: _Outputs, wanted: bool, begin) -> Callable[[], _Read]:
-        end, arrays = self.ops.launcher.mark(), () if made.sizes is None else made[2:7]
+        end, arrays = self.ops.launcher.mark(), ()
+        if made.sizes is not None:
+            arrays = made.token_ids, made.parents, made.depths, made.scores, made.sizes
         bits = (made.rows, made.logits) if wanted else ()
         fetch = self.ops.fetch((made.tokens, made.counts, *arrays, *bits))
 
