@@ -136,6 +136,24 @@ DEVICE float block_sum(float value, float* shared) {
   return sum;
 }
 
+// The sum of integers over the threads in front of this one. shared: WARPS of them, free on return.
+template <class Integer>
+DEVICE Integer block_before(Integer value, Integer* shared) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  Integer sum = value;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance <<= 1) {
+    const Integer other = __shfl_up_sync(ALL, sum, distance);
+    if (lane >= distance) sum += other;
+  }
+  if (lane == 31) shared[warp] = sum;
+  __syncthreads();  // every warp's sum is there before any is read
+  sum -= value;
+  for (int w = 0; w < warp; w++) sum += shared[w];
+  __syncthreads();  // all have read before the caller writes `shared` again
+  return sum;
+}
+
 // 2^(from - to), exact; zero below the normal range and for from = -inf.
 DEVICE float power_of_two(float from, float to) {
   const float exponent = __fsub_rn(from, to);

@@ -30,23 +30,6 @@ DEVICE int block_join(int value, int* shared, const Join& join) {
   return value;
 }
 
-// The sum over the threads in front of this one. shared: WARPS ints, free on return.
-DEVICE int block_before(int value, int* shared) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-  int sum = value;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance <<= 1) {
-    const int other = __shfl_up_sync(ALL, sum, distance);
-    if (lane >= distance) sum += other;
-  }
-  if (lane == 31) shared[warp] = sum;
-  __syncthreads();  // every warp's sum is there before any is read
-  sum -= value;
-  for (int w = 0; w < warp; w++) sum += shared[w];
-  __syncthreads();  // all have read before the caller writes `shared` again
-  return sum;
-}
-
 // What latent_spans_mma works through, in units: some rows of one sequence over some leaves. Up to
 // `together` adjacent rows share the leaves in which they see the same keys in all slots: committed
 // ones and those of common ancestors. The few leaves behind them are a unit of one row each. A unit has

@@ -100,21 +100,6 @@ DEVICE u64 block_total(u64 value, u64* shared) {
   __syncthreads();  // all have read before the caller writes `shared` again
   return total;
 }
-// The sum over the threads in front of this one.
-DEVICE u64 block_before(u64 value, u64* shared) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-  u64 sum = value;
-  for (int distance = 1; distance < 32; distance <<= 1) {
-    const u64 other = __shfl_up_sync(ALL, sum, distance);
-    if (lane >= distance) sum += other;
-  }
-  if (lane == 31) shared[warp] = sum;
-  __syncthreads();  // every warp's sum is there before any is read
-  sum -= value;
-  for (int w = 0; w < warp; w++) sum += shared[w];
-  __syncthreads();  // all have read before the caller writes `shared` again
-  return sum;
-}
 
 // What key_at counts in.
 struct Descent {
