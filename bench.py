@@ -3,6 +3,8 @@
     python bench.py speed                      # modes in turns on this machine
     python bench.py acceptance --prompts 100   # tokens per verify step, and equal bits
     python bench.py ops                        # operations at K2.6's shapes, on an NVIDIA GPU
+    python bench.py ops --expect               # their bytes at a card's rate, measured nowhere
+    python bench.py --tune                     # the fastest launch of each, to configs/tiles.yaml
     python bench.py reduce --tp 2              # sums across GPUs, by every way
     python bench.py step                       # a decode step and its parts, scripted drafts
     python bench.py prefill                    # a prompt, by the size of its pieces
@@ -46,6 +48,7 @@ DEFAULTS = {  # of an argument: what it is for, and for all else
     "max_tokens": {"step": 65, "": 96},
     "repeats": {"step": 1, "": 5},  # of a large model, four scripts a mode
     "contexts": {"prefill": [4096], "": [1000]},
+    "config": {"tune": "k26-rank.yaml", "": "nano.yaml"},
 }
 NOISE = 0.04  # of a figure: clocks differ by so much between runs
 TINY = 1e-9
@@ -55,8 +58,8 @@ PROMPT = "import os\n\n\nclass Cache:\n    def __init__(self, size):\n"
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("what", choices=("speed", "acceptance", "step", "prefill", "ops", "reduce"))
-    add("--config", default="nano.yaml")
+    add("what", nargs="?", choices=("speed", "acceptance", "step", "prefill", "ops", "reduce"))
+    add("--config", help="nano.yaml; of --tune k26-rank.yaml")
     add("--device", choices=("auto", "cuda", "cpu", "emulate"), default="auto")
     add("--max-tokens", type=int, help="96; of step 65")
     add("--budgets", type=nodes, nargs="+", default=[8, 16, 32, "auto"], help="nodes of the trees")
@@ -74,7 +77,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--rows", type=int, nargs="+", help="of ops, reduce, prefill: T")
     add("--tp", type=int, choices=(2, 4, 8), default=2, help="of reduce: GPUs")
     add("--skew", action="store_true", help="of ops: 64 rows also over few experts")
+    add("--tune", action="store_true", help="ops: time every launch of --config's products")
+    add("--expect", action="store_true", help="of ops: what their bytes take at 1.79 TB/s alone")
     arguments = parser.parse_args(argv)
+    if arguments.what is None and not arguments.tune:
+        parser.error("what to measure is missing: speed, acceptance, step, prefill, ops or reduce")
+    arguments.what = "tune" if arguments.tune else arguments.what
     for name, of in DEFAULTS.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, of.get(arguments.what, of[""]))
@@ -83,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(arguments) -> int:
     measures = {"speed": speed, "acceptance": acceptance, "step": step, "prefill": prefill}
-    measures |= {"ops": operations, "reduce": sums}
+    measures |= {"ops": operations, "reduce": sums, "tune": tune}
     before = check(arguments)
     rows = measures[arguments.what](arguments)
     print(table(rows))
@@ -91,7 +99,7 @@ def run(arguments) -> int:
         Path(arguments.json).write_text(json.dumps(rows, indent=1))
     if before is not None:
         print(f"\nagainst {arguments.against}:\n\n{table(changes(before, rows))}")
-    return 1 if any(row["identical"] == "NO" for row in rows) else 0
+    return 1 if any(row.get("identical") == "NO" for row in rows) else 0
 
 
 def check(arguments) -> list[dict] | None:
@@ -187,14 +195,22 @@ def operations(arguments) -> list[dict]:
     import bench_kernels  # needs a GPU: only when asked for
     import launchers
 
+    rows = arguments.rows or (1, 2, 4, 8, 16, 32, 64, 128)
+    if arguments.expect:
+        return bench_kernels.expected(arguments.op, rows)
     try:
         launchers.CudaLauncher()
     except UserError:
         raise UserError(
             "ops: times kernels and needs an NVIDIA GPU; none can be used here"
         ) from None
-    rows = arguments.rows or (1, 2, 4, 8, 16, 32, 64, 128)
     return bench_kernels.table(arguments.op, rows, arguments.skew)
+
+
+def tune(arguments) -> list[dict]:
+    import bench_tune
+
+    return bench_tune.table(arguments)
 
 
 def prefill(arguments) -> list[dict]:

@@ -24,6 +24,7 @@ from config import UserError
 from reference import Int4Weight
 
 GOALS_AT = 4555.0  # GB/s
+EXPECTED_AT = 1790.0  # GB/s, stated for the memory of the largest sm_120 cards: nothing is measured
 LAUNCHES = 32  # of the operation in one graph
 REPLAYS = 9
 COLD_BYTES = 400 << 20  # all sets together, if LAUNCHES allow
@@ -408,15 +409,35 @@ def time_case(
     return times[2:], statistics.mean(traffic[3:])
 
 
+def named(names: Sequence[str] | None) -> list[Case]:
+    cases = [c for c in CASES if not names or any(n in c.name for n in names)]
+    if not cases:
+        raise UserError(f"--op: none of {names}; there are {', '.join(c.name for c in CASES)}")
+    return cases
+
+
+def expected(names: Sequence[str] | None, all_rows) -> list[dict]:
+    """One row an operation and number of rows, without a GPU: bytes, and how long they take."""
+    lines = []
+    for case in named(names):
+        for rows in all_rows:
+            ids = routing(np.random.default_rng(rows), rows, EXPERTS)[0]
+            moved = case.traffic(rows, ids)
+            lines.append({"op": case.name, "T": rows, "MB": moved / 1e6, **at_rate(moved)})
+    return lines
+
+
+def at_rate(moved: float) -> dict[str, float]:
+    return {f"µs at {EXPECTED_AT / 1e3:g} TB/s": moved / EXPECTED_AT / 1e3}
+
+
 def table(names: Sequence[str] | None, all_rows, skew: bool, launcher=None) -> list[dict]:
     """One row an operation and number of rows; a time only where the check has passed."""
     launcher = launcher or launchers.CudaLauncher()
     kernels = ops.CudaOps("bfloat16", launcher=launcher)
     poisoned = ops.CudaOps("bfloat16", launcher=launcher, poison=True)
     truth = ops.CudaOps("float32", launcher=launcher)
-    cases = [c for c in CASES if not names or any(n in c.name for n in names)]
-    if not cases:
-        raise UserError(f"--op: none of {names}; there are {', '.join(c.name for c in CASES)}")
+    cases = named(names)
     rate = read_rate(kernels)
     lines = []
     work = tqdm([(c, r) for c in cases for r in all_rows], disable=not sys.stderr.isatty())
@@ -448,9 +469,8 @@ def table(names: Sequence[str] | None, all_rows, skew: bool, launcher=None) -> l
 
 def figures(times, moved: float, rate: float, goal: float | None, uniform: bool) -> dict:
     if times is None:
-        return dict.fromkeys(
-            ("µs", "spread", "MB", "GB/s", "of read", "floor", "goal", "of goal"), "-"
-        )
+        names = "µs", "spread", "MB", "GB/s", "of read", "floor", "goal", "of goal", *at_rate(0)
+        return dict.fromkeys(names, "-")
     median = statistics.median(times)
     floor = moved / rate / 1e3
     scaled = goal * GOALS_AT / rate if goal and uniform else None
@@ -463,4 +483,5 @@ def figures(times, moved: float, rate: float, goal: float | None, uniform: bool)
         "floor": floor,
         "goal": scaled if scaled else "-",
         "of goal": median / scaled if scaled else "-",
+        **at_rate(moved),
     }

@@ -414,7 +414,7 @@ def load(path: str | Path, **overrides: Any) -> Config:
     checkpoint's own config, makes the result complete. Raises UserError.
     """
     file = find(path)
-    raw = _read_yaml(file)
+    raw = read_yaml(file, f"a mapping with {', '.join(f.name for f in fields(Config))}")
     for section in ("model", "draft"):
         value = raw.get(section)
         if isinstance(value, dict) and isinstance(value.get("path"), str) and value["path"]:
@@ -431,7 +431,8 @@ def load(path: str | Path, **overrides: Any) -> Config:
     return _section(Config, raw, "")
 
 
-def _read_yaml(file: Path) -> dict:
+def read_yaml(file: Path, expected: str) -> dict:
+    """A file that holds a mapping: what is `expected` of it. Raises UserError."""
     try:
         raw = yaml.load(file.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
     except OSError as error:
@@ -445,7 +446,7 @@ def _read_yaml(file: Path) -> dict:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UserError(f"{file}: not a YAML file: {str(error).splitlines()[0]}") from None
     if not isinstance(raw, dict):
-        raise _wrong(str(file), f"a mapping with {', '.join(f.name for f in fields(Config))}", raw)
+        raise _wrong(str(file), expected, raw)
     return raw
 
 

@@ -46,19 +46,18 @@ from ops_mma import (
     PARTS_BYTES,
     ROUTER_PARTS,
     SHARES,
-    Cut,
     TensorCoreAttention,
     TensorCoreKernels,
     TensorExperts,
     TensorHeads,
     TensorMatrix,
     TensorMlp,
-    WideCut,
     attention_defines,
     mma_needs,
     parts_of,
 )
 from reference import DraftRows, Int4Weight
+from tiles import Tiles
 
 FILES = (
     "kernels.cu",
@@ -472,7 +471,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         self._functions: dict[tuple, object] = {}
         self._modules: dict[tuple, object] = {}
         self._counted: dict[int, object] = {}
-        self._cuts_chosen: dict[tuple, Cut | WideCut] = {}
+        self.tiles = Tiles(self.launcher.limits)
         self.arrived = self.launcher.upload(np.zeros(MEETINGS, np.int32))  # see wide_mma
         self.listener: Callable[[Launch], None] | None = None
         self.mail: Mailbox | None = None

@@ -196,7 +196,7 @@ class TensorMatrix:
 class Cut:
     """How blocks share a product: `shares` of K in blocks of their own, `split` warps on one of
     those; pieces of `piece` steps. whole: all at once, a piece a warp. blocks: of a share; grid:
-    as many as it has work for."""
+    as many as it has work for. As a string it is what configs/tiles.yaml says."""
 
     tile: Tile
     shares: int
@@ -206,6 +206,11 @@ class Cut:
     shared_bytes: int
     blocks: int
     grid: int
+
+    def __str__(self) -> str:
+        tile = f"{8 * self.tile.eights}x{16 * self.tile.wide}"
+        pieces = "whole" if self.whole else f"pieces of {self.piece}"
+        return f"{tile} shares {self.shares} split {self.split} {pieces}"
 
 
 @dataclass(frozen=True)
@@ -219,6 +224,9 @@ class WideCut:
     own: int
     shared_bytes: int
     grid: tuple[int, int, int]
+
+    def __str__(self) -> str:
+        return f"wide {self.tile.outputs}x{self.tile.rows} shares {self.tile.shares} {self.shares} splits {self.splits}"
 
 
 @dataclass(frozen=True)
@@ -427,7 +435,6 @@ class TensorCoreKernels:
                         count, whole = min(items, resident * limits.processors), places == 1
                         if resident and not (whole and count * shares < grid):
                             yield Cut(tile, shares, split, piece, whole, need, count, grid)
-                            break
 
     def _wide_cuts(self, rows: int, weight: TensorMatrix, parts: int, least: int, most: int):
         """The same of wide_mma, as WideCut."""
@@ -448,12 +455,10 @@ class TensorCoreKernels:
                     yield WideCut(tile, z, 1, own, need, grid)
 
     def _cut(self, rows: int, weight: TensorMatrix, parts: int, least=1, most=1) -> Cut | WideCut:
-        """The one with the least to read for the busiest processor: bytes of weights, a tenth of
-        those of x, what shares write and read; less if all is on its way before x is there."""
+        """The fastest, as measured, else by rule the one with the least to read for the busiest
+        processor: bytes of weights, a tenth of those of x, what shares write and read; less if all
+        is on its way before x is there."""
         steps, processors = weight.in_features // STEP, self.launcher.limits.processors
-        key = rows, weight.in_features, weight.blocks, weight.wide, parts, least, most
-        if key in self._cuts_chosen:
-            return self._cuts_chosen[key]
 
         def cost(cut: Cut):
             k, columns = steps * STEP // cut.shares, WARPS // cut.split * weight.wide * 16
@@ -463,13 +468,24 @@ class TensorCoreKernels:
             between = 128 * rows * weight.blocks * weight.wide / processors + 2000
             return read + between * cut.shares, -cut.split
 
-        chosen = min(self._cuts(rows, weight, parts, least, most), key=cost)
-        at_once = chosen.grid * ceil(rows, 8 * chosen.tile.eights) <= processors
-        if rows >= WIDE_ROWS and not (chosen.whole and at_once):
+        def rule() -> Cut | WideCut:
+            chosen = min(self._cuts(rows, weight, parts, least, most), key=cost)
+            at_once = chosen.grid * ceil(rows, 8 * chosen.tile.eights) <= processors
+            if rows < WIDE_ROWS or chosen.whole and at_once:
+                return chosen
             wide = self._wide_cuts(rows, weight, parts, least, most)
-            chosen = min(wide, key=lambda cut: self._wide_cost(weight, cut), default=chosen)
-        self._cuts_chosen[key] = chosen
-        return chosen
+            return min(wide, key=lambda cut: self._wide_cost(weight, cut), default=chosen)
+
+        product = f"dense {weight.out_features} x {weight.in_features}, by {16 * weight.wide}, "
+        product += f"parts {parts}" + (f", shares {least} to {most}" if most > 1 else "")
+        ways = self._all_cuts(rows, weight, parts, least, most)
+        return self.tiles.choose(product, rows, ways, rule)
+
+    def _all_cuts(self, rows: int, weight: TensorMatrix, parts: int, least: int, most: int):
+        """Cuts, and from where the table's entry of WIDE_ROWS holds on WideCuts."""
+        yield from self._cuts(rows, weight, parts, least, most)
+        if 2 * rows > WIDE_ROWS:
+            yield from self._wide_cuts(rows, weight, parts, least, most)
 
     def _wide_cost(self, weight: TensorMatrix, cut: WideCut) -> float:
         """About the µs of a launch on an H200, where shared memory is what limits: of every step a

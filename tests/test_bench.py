@@ -144,6 +144,12 @@ def test_other_ends_are_one_line_too(error, code, monkeypatch, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_nothing_to_measure_is_a_mistake(capsys):
+    with pytest.raises(SystemExit):
+        bench.main([])
+    assert "what to measure is missing" in capsys.readouterr().err
+
+
 def test_speed_and_its_file(house, tmp_path, capsys):
     argv = ["speed", "--device", "cpu", "--config", str(house / "toy.yaml"), "--budgets", "8",
             "auto", "--max-tokens", "8", "--repeats", "1"]  # fmt: skip

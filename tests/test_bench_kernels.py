@@ -75,3 +75,10 @@ def test_the_plain_read_reads_everything(small) -> None:
     kernels = ops.CudaOps("bfloat16", launcher=launchers.EmulatorLauncher(checked=True))
     for n in (8, 4096, 40_000):
         kernels.read(bench_kernels.random(kernels, 1, 1, n))
+
+
+def test_bytes_alone_need_no_gpu(capsys) -> None:
+    """14.7 MB of o_proj at 1.79 TB/s."""
+    assert bench.main(["ops", "--expect", "--op", "o_proj", "--rows", "1"]) == 0
+    assert "| o_proj | 1 | 14.71 | 8.22 |" in capsys.readouterr().out
+    assert bench.main(["ops", "--expect", "--op", "none"]) == 2

@@ -1,0 +1,154 @@
+"""Choices among launches: the table is followed, with equal bits; the tuner writes it."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import yaml
+
+import bench
+import bench_tune
+import launchers
+import ops
+import ops_mma
+import tiles
+from config import UserError
+from tests import toy
+from tests.conftest import launcher
+from tests.test_gemm import bits, both
+from tests.test_kernels_compile import ARCHITECTURES
+
+PRODUCT = "dense 40 x 1024, by 16, parts 8"
+
+
+@pytest.fixture
+def kernels() -> ops.CudaOps:
+    host = launcher("emulate")
+    if isinstance(host, str):
+        pytest.skip(host)  # its text says what the emulator lacks, a compiler or headers
+    return ops.CudaOps("bfloat16", launcher=host, poison=True)
+
+
+@pytest.fixture
+def file(tmp_path):
+    yield tmp_path / "tiles.yaml"
+    tiles.read.cache_clear()
+
+
+def entry(choice: str) -> dict:
+    return {"choice": choice, "us": 1.0}
+
+
+def test_the_table_is_followed_with_the_rule_s_bits(kernels, file) -> None:
+    """T between two entries goes by the larger, more than the largest by the rule."""
+    x, w = both(40, 1024, rows=17)
+    weight, send = kernels.prepare(w), kernels.launcher.upload
+    ways = [str(c) for c in kernels._cuts(9, weight, weight.parts, 1, 1)]
+    rule = {n: str(kernels._cut(n, weight, weight.parts)) for n in (2, 9, 17)}
+    want = kernels.download(kernels.linear(send(x), weight))
+    for choice in ways:
+        tiles.write(file, kernels.tiles.device, {PRODUCT: {16: entry(choice)}})
+        kernels.tiles = tiles.Tiles(kernels.launcher.limits, file)
+        assert str(kernels._cut(9, weight, weight.parts)) == choice
+        assert str(kernels._cut(17, weight, weight.parts)) == rule[17]
+        assert np.array_equal(
+            bits(kernels.download(kernels.linear(send(x[:9]), weight))), bits(want[:9])
+        )
+    assert len(set(ways)) == len(ways) > 5
+
+
+def test_what_is_no_launch_here_is_logged_once_and_the_rule_s_is_taken(
+    kernels, file, caplog
+) -> None:
+    weight = kernels.prepare(both(40, 1024)[1])
+    rule = kernels._cut(2, weight, weight.parts)
+    tiles.write(file, kernels.tiles.device, {PRODUCT: {4: entry("64x64 shares 3")}})
+    kernels.tiles = tiles.Tiles(kernels.launcher.limits, file)
+    assert [kernels._cut(2, weight, weight.parts) for _ in range(2)] == [rule, rule]
+    [line] = caplog.messages
+    assert str(file) in line and PRODUCT in line and "64x64 shares 3" in line and "--tune" in line
+
+
+@pytest.mark.parametrize(
+    "text",
+    (
+        "[1]", "a: b: c", "x: 1", "x: {y: 1}", "x: {y: {1: z}}", "x: {y: {1: {us: 1.0}}}",
+        "x: {y: {one: {choice: z}}}", "x: {y: {1: {choice: [z]}}}",
+    ),
+)  # fmt: skip
+def test_a_file_that_is_no_table_is_refused_in_one_line(text, file) -> None:
+    file.write_text(text)
+    with pytest.raises(UserError) as caught:
+        tiles.Tiles(launchers.Limits("x", "sm_90", 1, 1), file)
+    assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_another_device_measured_stays(file) -> None:
+    tiles.write(file, "sm_80, 108 processors", {"a": {1: entry("x")}})
+    tiles.write(file, "sm_90, 132 processors", {"a": {2: entry("y")}, "b": {1: entry("z")}})
+    tiles.write(file, "sm_90, 132 processors", {"a": {1: entry("w")}})
+    found = yaml.safe_load(file.read_text())
+    assert found == {
+        "sm_80, 108 processors": {"a": {1: entry("x")}},
+        "sm_90, 132 processors": {"a": {1: entry("w"), 2: entry("y")}, "b": {1: entry("z")}},
+    }
+
+
+def test_every_shipped_entry_is_a_launch_of_its_device(kernels) -> None:
+    for device, products in tiles.read(tiles.FILE).items():
+        architecture, processors = re.fullmatch(r"(sm_\d+), (\d+) processors", device).groups()
+        kernels.launcher.limits = launchers.Limits(
+            device, architecture, ARCHITECTURES[architecture], int(processors), clusters=True
+        )
+        for product, of_rows in products.items():
+            for rows, found in of_rows.items():
+                ways = [str(way) for way in ways_of(kernels, product, rows)]
+                assert found["choice"] in ways, (device, product, rows)
+
+
+def ways_of(kernels, product: str, rows: int):
+    dense = re.fullmatch(
+        r"dense (\d+) x (\d+), by (\d+), parts (\d+)(?:, shares (\d) to (\d))?", product
+    )
+    out, k, by, parts, least, most = (int(n or 1) for n in dense.groups())
+    data = SimpleNamespace(size=launchers.ceil(out, by) * by * k * 2)
+    weight = ops_mma.TensorMatrix(data, out, k, 1, False, by // 16)
+    return kernels._cuts(rows, weight, parts, least, most)
+
+
+def test_the_tuner_writes_what_the_engine_then_follows(
+    kernels, file, tmp_path, monkeypatch, capsys
+):
+    """Every product of a toy's steps, in every way, with equal bits."""
+    longer = {"max_position_embeddings": 256}
+    toy.write_checkpoint(tmp_path / "toy", drafter=longer, **longer)
+    (tmp_path / "toy.yaml").write_text(
+        "model: {path: toy}\ndraft: {path: toy/drafter, mode: chain}\n"
+        "decode: {leaf: 16, span: 2, prefill_chunk: 32}\n"
+    )
+    for name, value in dict(FEW=1, MANY=2, FLUSH=4096, MORE_ROWS=()).items():
+        monkeypatch.setattr(bench_tune, name, value)
+    monkeypatch.setattr(tiles, "FILE", file)
+    argv = ["--tune", "--config", str(tmp_path / "toy.yaml"), "--device"]
+    assert bench.main([*argv, "emulate", "--rows", "1", "9"]) == 0
+    assert "| NO |" not in capsys.readouterr().out
+    [products] = tiles.read(file).values()
+    assert len(products) > 4 and all(set(of_rows) == {1, 9} for of_rows in products.values())
+    assert bench.main([*argv, "cpu"]) == 2 and "needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+def test_a_launch_with_other_bits_does_not_win(kernels) -> None:
+    tuner = bench_tune.Tuner.__new__(bench_tune.Tuner)
+    made = [launchers.Captured((np.zeros((2, 3), np.float32),), lambda: None) for _ in range(2)]
+
+    def replay() -> None:
+        made[1].outputs[0][...] = 0.0  # over what same_bits has put there
+        made[1].outputs[0][1, 2] = wrong
+
+    made[1] = launchers.Captured(made[1].outputs, replay)
+    for wrong in (0.0, 1e-30):
+        same = tuner.same_bits(*(bench_tune.Runner(None, graph) for graph in made))
+        assert same == (wrong == 0.0)
