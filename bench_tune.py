@@ -3,8 +3,9 @@
 A few tokens are decoded, and what then goes through tensor cores is heard with its weights. Each
 product is then launched in every way that this build knows, as in a step: a recorded chain of other
 layers' weights, cold, each behind a norm. Few turns tell the leaders, more of them, in turns, the
-fastest. It is written down (tiles.py) if its bits are the others' and it is faster than the rule's
-choice by more than the noise.
+fastest. It is written down (tiles.py) if its bits are the others', if it is faster than the rule's
+choice by more than the noise, and if a whole step is not slower with it: what stands beside a
+launch in a step may suit it less.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Runner:
     """A launch in a recorded chain, and the seconds of its replays."""
 
     way: object
-    graph: launchers.Captured
+    graph: launchers.Captured | None = None
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -95,6 +96,9 @@ def table(arguments) -> list[dict]:
         raise UserError("--tune: times one rank; set tp.size to 1, or tp.only_rank")
     if engine.ops.name == "cpu":
         raise UserError("--tune: times kernels and needs an NVIDIA GPU; none can be used here")
+    for n in arguments.rows or ():
+        if n & (n - 1):
+            raise UserError(f"--rows: the table is of powers of two, got {n}")
     rows = tune(engine, arguments.rows)
     if not rows:
         raise UserError(f"--tune: {arguments.config}: there is no choice among launches")
@@ -106,7 +110,45 @@ def tune(engine: Engine, rows: list[int] | None = None) -> list[dict]:
     """The rows of `table`. The engine's operations go on with what was found the fastest."""
     ops, calls = engine.ops, heard(engine)
     ops.tiles = Trial(ops.launcher.limits)
-    return Tuner(ops).rows(groups(ops, calls), rows)
+    found = Tuner(ops).rows(groups(ops, calls), rows)
+    if engine.rounds is not None:
+        confirm(engine, found)
+    return found
+
+
+def confirm(engine: Engine, rows: list[dict]) -> None:
+    """Give the rule's choice back to what makes a step of so many rows slower."""
+    trial, most = engine.ops.tiles, 1 if engine.drafter is None else ROWS[-1]
+    for row in rows:
+        if row["choice"] == row["rule"] or row["T"] > most:
+            continue
+        key = row["op"], row["T"]
+        rule, won = (
+            next(w for w in trial.ways[key] if str(w) == row[n]) for n in ("rule", "choice")
+        )
+        runners = []
+        for way in (rule, won):
+            trial.chosen[key] = way
+            runners.append(Runner(way, seconds=steps(engine, row["T"])))
+        if runners[0].beats(runners[1]):
+            trial.chosen[key] = rule
+            row |= {"choice": row["rule"], "µs": row["its µs"]}
+
+
+def steps(engine: Engine, nodes: int) -> list[float]:
+    """Seconds of recorded rounds of so many rows."""
+    engine.rounds.graphs.clear()
+    engine.use("ar" if nodes == 1 else "tree", nodes)
+    sequence = engine.submit([1, 2, 3], SamplingParams(max_tokens=64, temperature=0.0))
+    try:
+        while not sequence.n_emitted:
+            engine.advance(sequence)
+        took = [engine.seconds(engine.choice, sequence.arrival) for _ in range(MANY + 1)]
+    finally:
+        engine.cancel(sequence)
+    if None in took:
+        raise UserError(f"--tune: no step of {nodes} rows was recorded; raise decode.context")
+    return took[1:]  # the first one was recorded
 
 
 def entries(rows: list[dict]) -> dict[str, dict]:

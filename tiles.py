@@ -22,8 +22,8 @@ from launchers import Limits
 
 FILE = config.CONFIGS / "tiles.yaml"
 HEAD = """\
-# The fastest launch of each product, by device and T; a number of rows between two goes by the
-# larger. Written by `python bench.py --tune [--config FILE.yaml]`, read by tiles.py; all launches
+# The fastest launch of each product, by device and T; a number of rows goes by the next power of
+# two. Written by `python bench.py --tune [--config FILE.yaml]`, read by tiles.py; all launches
 # give the same bits. us: what the operation takes on cold weights behind a norm, as in a step;
 # rule: the same as launched without this table, where that is another launch.
 """
@@ -94,9 +94,8 @@ class Tiles:
         return self.chosen[key]
 
     def _measured(self, product: str, rows: int, candidates: Iterable):
-        of_rows = self.measured.get(product, {})
-        at = min((n for n in of_rows if n >= rows), default=None)
-        if at is None:
+        of_rows, at = self.measured.get(product, {}), 1 << (rows - 1).bit_length()
+        if at not in of_rows:
             return None
         choice = of_rows[at]["choice"]
         found = next((c for c in candidates if str(c) == choice), None)

@@ -43,7 +43,7 @@ def entry(choice: str) -> dict:
 
 
 def test_the_table_is_followed_with_the_rule_s_bits(kernels, file) -> None:
-    """T between two entries goes by the larger, more than the largest by the rule."""
+    """A number of rows goes by the next power of two, by the rule where that has no entry."""
     x, w = both(40, 1024, rows=17)
     weight, send = kernels.prepare(w), kernels.launcher.upload
     ways = [str(c) for c in kernels._cuts(9, weight, weight.parts, 1, 1)]
@@ -65,7 +65,7 @@ def test_what_is_no_launch_here_is_logged_once_and_the_rule_s_is_taken(
 ) -> None:
     weight = kernels.prepare(both(40, 1024)[1])
     rule = kernels._cut(2, weight, weight.parts)
-    tiles.write(file, kernels.tiles.device, {PRODUCT: {4: entry("64x64 shares 3")}})
+    tiles.write(file, kernels.tiles.device, {PRODUCT: {2: entry("64x64 shares 3")}})
     kernels.tiles = tiles.Tiles(kernels.launcher.limits, file)
     assert [kernels._cut(2, weight, weight.parts) for _ in range(2)] == [rule, rule]
     [line] = caplog.messages
@@ -133,10 +133,12 @@ def test_the_tuner_writes_what_the_engine_then_follows(
         monkeypatch.setattr(bench_tune, name, value)
     monkeypatch.setattr(tiles, "FILE", file)
     argv = ["--tune", "--config", str(tmp_path / "toy.yaml"), "--device"]
-    assert bench.main([*argv, "emulate", "--rows", "1", "9"]) == 0
+    assert bench.main([*argv, "emulate", "--rows", "1", "16"]) == 0
     assert "| NO |" not in capsys.readouterr().out
     [products] = tiles.read(file).values()
-    assert len(products) > 4 and all(set(of_rows) == {1, 9} for of_rows in products.values())
+    assert len(products) > 4 and all(set(of_rows) == {1, 16} for of_rows in products.values())
+    assert bench.main([*argv, "emulate", "--rows", "9"]) == 2
+    assert "powers of two, got 9" in capsys.readouterr().err
     assert bench.main([*argv, "cpu"]) == 2 and "needs an NVIDIA GPU" in capsys.readouterr().err
 
 
@@ -152,3 +154,17 @@ def test_a_launch_with_other_bits_does_not_win(kernels) -> None:
     for wrong in (0.0, 1e-30):
         same = tuner.same_bits(*(bench_tune.Runner(None, graph) for graph in made))
         assert same == (wrong == 0.0)
+
+
+@pytest.mark.parametrize("won, kept", ((0.9, True), (1.001, True), (1.2, False)))
+def test_what_makes_a_step_slower_does_not_win(won, kept, monkeypatch) -> None:
+    """Beyond the noise; here a step takes one second with the rule's choice."""
+    key = "dense", 8
+    trial = SimpleNamespace(chosen={key: "new"}, ways={key: ["rule", "new"]})
+    engine = SimpleNamespace(ops=SimpleNamespace(tiles=trial), drafter=True)
+    took = {"rule": 1.0, "new": won}
+    monkeypatch.setattr(bench_tune, "steps", lambda *_: [took[trial.chosen[key]]] * 3)
+    row = {"op": key[0], "T": key[1], "choice": "new", "rule": "rule", "µs": 1.0, "its µs": 2.0}
+    bench_tune.confirm(engine, [row])
+    chosen = ("new", 1.0) if kept else ("rule", 2.0)
+    assert (row["choice"], row["µs"]) == chosen and trial.chosen[key] == chosen[0]
