@@ -265,12 +265,16 @@ class TensorMlp:
 @dataclass(frozen=True)
 class Depth:
     """How much of the experts' weights is on its way: pieces a warp of gate and up, of down, and
-    blocks that a processor is to hold of each."""
+    blocks that a processor is to hold of each. As a string it is what configs/tiles.yaml says."""
 
     up: int = 2
     down: int = 2
     up_resident: int = 3
     down_resident: int = 2
+
+    def __str__(self) -> str:
+        blocks = f"{self.up_resident} and {self.down_resident}"
+        return f"pieces {self.up} and {self.down} blocks {blocks}"
 
 
 @dataclass(frozen=True)
@@ -572,15 +576,25 @@ class TensorCoreKernels:
         )  # fmt: skip
         return out
 
+    def _depths(self, e: TensorExperts, rows: int, top_k: int):
+        """Every Depth for a launch over so many rows: they give the same bits."""
+        need = e.up_shared_bytes(rows, top_k, Depth()) + 1024
+        for blocks in range(1, max(1, min(3, self.launcher.limits.shared_bytes // need)) + 1):
+            for of_down in (2, 3):
+                yield Depth(up_resident=blocks, down_resident=of_down)
+
     def _depth(self, e: TensorExperts, rows: int, top_k: int) -> Depth:
-        """For a launch over so many rows."""
+        """The fastest, as measured, else as many blocks as there is room for."""
         room, least = self.launcher.limits.shared_bytes, Depth()
         up, down = e.up_shared_bytes(rows, top_k, least), e.down_shared_bytes(rows, top_k, least, 2)
         # Of one row, blocks of down find room beside those of gate and up, and fetch meanwhile.
-        beside = rows == 1 and up + 2 * down + 3072 <= room
-        return Depth(
-            up_resident=max(1, min(3, room // (up + 1024))), down_resident=3 if beside else 2
-        )
+        of_down = 3 if rows == 1 and up + 2 * down + 3072 <= room else 2
+
+        def cost(depth: Depth):
+            return abs(depth.down_resident - of_down), -depth.up_resident
+
+        product = f"experts {e.experts} of {e.width} x {e.hidden}, top {top_k}, leaves {e.leaves}"
+        return self.tiles.choose(product, rows, self._depths(e, rows, top_k), cost)
 
     def _mma_experts(self, x, ids, weights, experts: TensorExperts, shared, hidden=None):
         """`moe` with packed experts, before ranks join."""

@@ -18,7 +18,7 @@ import tiles
 from config import UserError
 from tests import toy
 from tests.conftest import launcher
-from tests.test_gemm import bits, both
+from tests.test_gemm import bits, both, experts_case
 from tests.test_kernels_compile import ARCHITECTURES
 
 PRODUCT = "dense 40 x 1024, by 16, parts 8"
@@ -110,13 +110,36 @@ def test_every_shipped_entry_is_a_launch_of_its_device(kernels) -> None:
 
 
 def ways_of(kernels, product: str, rows: int):
-    dense = re.fullmatch(
-        r"dense (\d+) x (\d+), by (\d+), parts (\d+)(?:, shares (\d) to (\d))?", product
-    )
-    out, k, by, parts, least, most = (int(n or 1) for n in dense.groups())
+    """The launches of a product that the file names."""
+    found = [int(n) for n in re.findall(r"\d+", product)]
+    if product.startswith("experts"):
+        experts, width, hidden, top_k, leaves = found
+        pieces = (hidden // ops_mma.parts_of(hidden), width // leaves)
+        groups = [ops_mma._piece(columns // ops_mma.STEP) for columns in pieces]
+        packed = ops_mma.TensorExperts(None, None, None, experts, width, hidden, leaves, *groups)
+        return kernels._depths(packed, rows, top_k)
+    out, k, by, parts, least, most = (*found, 1, 1)[:6]
     data = SimpleNamespace(size=launchers.ceil(out, by) * by * k * 2)
     weight = ops_mma.TensorMatrix(data, out, k, 1, False, by // 16)
     return kernels._cuts(rows, weight, parts, least, most)
+
+
+def test_every_depth_of_experts_gives_the_same_bits(kernels) -> None:
+    """As many blocks as a processor may hold; few rows and many."""
+    rng = np.random.default_rng(3)
+    routed, beside, x, ids, weights = experts_case(rng, 384, 64, 8, 3, 64, 9)
+    packed = [kernels.prepare_mlp(*m, 1) for m in (routed, beside)]
+    for rows in (1, 9):
+        sent = [kernels.launcher.upload(a[:rows].copy()) for a in (x, ids, weights)]
+        product = "experts 8 of 64 x 384, top 3, leaves 1"
+        depths, found = list(kernels._depths(packed[0], rows, 3)), []
+        rule = kernels._depth(packed[0], rows, 3)
+        assert rule in depths and len(depths) > 2
+        assert len(list(ways_of(kernels, product, rows))) == len(depths)
+        for depth in depths:
+            kernels.tiles.chosen[product, rows] = depth
+            found.append(bits(kernels.download(kernels.moe(*sent, *packed))))
+        assert all(np.array_equal(y, found[0]) for y in found)
 
 
 def test_the_tuner_writes_what_the_engine_then_follows(
