@@ -226,7 +226,8 @@ class WideCut:
     grid: tuple[int, int, int]
 
     def __str__(self) -> str:
-        return f"wide {self.tile.outputs}x{self.tile.rows} shares {self.tile.shares} {self.shares} splits {self.splits}"
+        blocks = f"shares {self.shares} splits {self.splits}"
+        return f"wide {self.tile.name} {blocks}"
 
 
 @dataclass(frozen=True)
@@ -587,14 +588,16 @@ class TensorCoreKernels:
         """The fastest, as measured, else as many blocks as there is room for."""
         room, least = self.launcher.limits.shared_bytes, Depth()
         up, down = e.up_shared_bytes(rows, top_k, least), e.down_shared_bytes(rows, top_k, least, 2)
-        # Of one row, blocks of down find room beside those of gate and up, and fetch meanwhile.
-        of_down = 3 if rows == 1 and up + 2 * down + 3072 <= room else 2
 
-        def cost(depth: Depth):
-            return abs(depth.down_resident - of_down), -depth.up_resident
+        def rule() -> Depth:
+            # Of one row, blocks of down find room beside those of gate and up, and fetch meanwhile.
+            beside = rows == 1 and up + 2 * down + 3072 <= room
+            return Depth(
+                up_resident=max(1, min(3, room // (up + 1024))), down_resident=3 if beside else 2
+            )
 
         product = f"experts {e.experts} of {e.width} x {e.hidden}, top {top_k}, leaves {e.leaves}"
-        return self.tiles.choose(product, rows, self._depths(e, rows, top_k), cost)
+        return self.tiles.choose(product, rows, self._depths(e, rows, top_k), rule)
 
     def _mma_experts(self, x, ids, weights, experts: TensorExperts, shared, hidden=None):
         """`moe` with packed experts, before ranks join."""

@@ -42,22 +42,22 @@ def entry(choice: str) -> dict:
     return {"choice": choice, "us": 1.0}
 
 
-def test_the_table_is_followed_with_the_rule_s_bits(kernels, file) -> None:
+@pytest.mark.parametrize("rows, at", ((9, 16), (17, 32)))
+def test_the_table_is_followed_with_the_rule_s_bits(kernels, file, rows, at) -> None:
     """A number of rows goes by the next power of two, by the rule where that has no entry."""
-    x, w = both(40, 1024, rows=17)
-    weight, send = kernels.prepare(w), kernels.launcher.upload
-    ways = [str(c) for c in kernels._cuts(9, weight, weight.parts, 1, 1)]
-    rule = {n: str(kernels._cut(n, weight, weight.parts)) for n in (2, 9, 17)}
-    want = kernels.download(kernels.linear(send(x), weight))
+    x, w = both(40, 1024, rows=rows)
+    weight, x = kernels.prepare(w), kernels.launcher.upload(x)
+    ways = [str(c) for c in kernels._all_cuts(rows, weight, weight.parts, 1, 1)]
+    rule = str(kernels._cut(2, weight, weight.parts))
+    want = bits(kernels.download(kernels.linear(x, weight)))
     for choice in ways:
-        tiles.write(file, kernels.tiles.device, {PRODUCT: {16: entry(choice)}})
+        tiles.write(file, kernels.tiles.device, {PRODUCT: {at: entry(choice)}})
         kernels.tiles = tiles.Tiles(kernels.launcher.limits, file)
-        assert str(kernels._cut(9, weight, weight.parts)) == choice
-        assert str(kernels._cut(17, weight, weight.parts)) == rule[17]
-        assert np.array_equal(
-            bits(kernels.download(kernels.linear(send(x[:9]), weight))), bits(want[:9])
-        )
+        assert str(kernels._cut(rows, weight, weight.parts)) == choice
+        assert str(kernels._cut(2, weight, weight.parts)) == rule
+        assert np.array_equal(bits(kernels.download(kernels.linear(x, weight))), want), choice
     assert len(set(ways)) == len(ways) > 5
+    assert any(choice.startswith("wide") for choice in ways) == (at == 32)
 
 
 def test_what_is_no_launch_here_is_logged_once_and_the_rule_s_is_taken(
@@ -121,7 +121,7 @@ def ways_of(kernels, product: str, rows: int):
     out, k, by, parts, least, most = (*found, 1, 1)[:6]
     data = SimpleNamespace(size=launchers.ceil(out, by) * by * k * 2)
     weight = ops_mma.TensorMatrix(data, out, k, 1, False, by // 16)
-    return kernels._cuts(rows, weight, parts, least, most)
+    return kernels._all_cuts(rows, weight, parts, least, most)
 
 
 def test_every_depth_of_experts_gives_the_same_bits(kernels) -> None:
