@@ -224,7 +224,6 @@ class Auto:
         self.depth, self.rows = depth, rows
         self.offer(choices(depth, most))
         self.costs, self.measured = Costs(), False
-        self.worth = np.ones(len(self.choices))  # tokens of plain decoding in the same time
         self.narrows = False  # trees are cut by their own probabilities
         self.extra = 0.0  # seconds of a watched round more than of plain decoding
         self.saved = 0.0  # seconds for watched rounds
@@ -234,6 +233,7 @@ class Auto:
         """Choose among these from now on; what was known of others is forgotten."""
         self.choices = tuple(of)
         self.watched = Choice("ar", 1, self.choices[-1].scored)
+        self.worth = np.ones(len(self.choices))  # tokens of plain decoding in the same time
         self.texts: WeakKeyDictionary = WeakKeyDictionary()
         self.kinds = {greedy: Evidence(len(self.choices)) for greedy in (True, False)}
 
@@ -320,6 +320,7 @@ class Auto:
         return self.watched
 
     def seconds(self, b: int) -> np.ndarray:
+        """Of a round of b sequences, as expected now [choices]."""
         return np.array([self.costs.of(c, b) for c in self.choices])
 
     def narrow(self, sequences: list, trees: Sequence[Tree]) -> Choice:

@@ -1207,7 +1207,7 @@ KERNEL route(const float* logits,  // [shares, T, stride]
 #pragma unroll
   for (int i = 0; i < PER_THREAD; i++) {
     offset[i] = bias[min(i * THREADS + (int)threadIdx.x, E - 1)];
-    score[i] = 0.01f * lane;
+    score[i] = 0.01f * lane;  // of the rehearsal: unlike ones, so that few are candidates
   }
 #pragma unroll 1
   for (int real = 0; real < 2; real++) {
