@@ -671,7 +671,7 @@ ROW_KERNEL query_entry(const float* q,          // [T, q_stride]
 // A head of the drafter. A query or a key (`weight` is there) becomes its norm, as rms_norm rounds it,
 // whose component i is turned with i + d / 2; a value is only rounded. One block a head; shared d floats.
 // start() is called after what is to be waited for; it says where x and `out` are and the position, or
-// that there is nothing to do.
+// that there is nothing to do. If d is a multiple of 8, all arrays but the tables are 16-byte aligned.
 struct Head {
   const float* x;  // [d]
   act* out;        // [d]

@@ -880,7 +880,7 @@ KERNEL top_of_runs(const float* logits,  // [T, V]
                    const float* noisy,   // [T, V]
                    const Request* requests,
                    const int* owners,   // [T]
-                   const u32* runs,     // [T, parts * RUNS]
+                   const u32* runs,     // [T, parts * RUNS], 16-byte aligned
                    const float* peaks,  // [T, parts]
                    const float* sums,   // [T, parts]
                    int* ids,            // [T, k]

@@ -26,6 +26,7 @@ DOWN_ROWS = (128, 64, 32, 16, 8)  # of one launch of expert_down_mma: the most t
 MAX_PAIRS = 4096  # (row, expert) pairs of one launch: struct Work has 12 bits for them
 WHOLE = 8  # kB of weight that a warp may have in flight in one piece
 SHARES = (1, 2, 4, 8)  # of K, in blocks of their own, or of the warps of a block
+RESERVED = 1024  # shared bytes that a block takes beside its own
 BESIDE_ROWS = 32  # up to which expert_down_mma multiplies the shared expert's down too
 WIDE_ROWS = 32  # from which on a dense product takes wide_mma
 WIDE_STEPS = 2  # of one place of its ring
@@ -579,7 +580,7 @@ class TensorCoreKernels:
 
     def _depths(self, e: TensorExperts, rows: int, top_k: int):
         """Every Depth for a launch over so many rows: they give the same bits."""
-        need = e.up_shared_bytes(rows, top_k, Depth()) + 1024
+        need = e.up_shared_bytes(rows, top_k, Depth()) + RESERVED
         for blocks in range(1, max(1, min(3, self.launcher.limits.shared_bytes // need)) + 1):
             for of_down in (2, 3):
                 yield Depth(up_resident=blocks, down_resident=of_down)
@@ -591,10 +592,9 @@ class TensorCoreKernels:
 
         def rule() -> Depth:
             # Of one row, blocks of down find room beside those of gate and up, and fetch meanwhile.
-            beside = rows == 1 and up + 2 * down + 3072 <= room
-            return Depth(
-                up_resident=max(1, min(3, room // (up + 1024))), down_resident=3 if beside else 2
-            )
+            beside = rows == 1 and up + 2 * down + 3 * RESERVED <= room
+            most = max(1, min(3, room // (up + RESERVED)))
+            return Depth(up_resident=most, down_resident=3 if beside else 2)
 
         product = f"experts {e.experts} of {e.width} x {e.hidden}, top {top_k}, leaves {e.leaves}"
         return self.tiles.choose(product, rows, self._depths(e, rows, top_k), rule)
