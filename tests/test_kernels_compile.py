@@ -111,8 +111,10 @@ def latent_stages(architecture: str) -> list[int]:
     return sorted({2 if two <= most else 1 for two, one in needs if one <= most})
 
 
-@pytest.mark.parametrize("activation", ("float32", "bfloat16"))
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+# What float32 activations change in the code does not depend on the architecture.
+@pytest.mark.parametrize(
+    "architecture, activation", [("sm_90", "float32"), *((a, "bfloat16") for a in ARCHITECTURES)]
+)
 def test_every_section_compiles(architecture: str, activation: str, capsys) -> None:
     rows, faults = [], []
     for section in ops.read_sections():
