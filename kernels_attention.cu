@@ -1106,6 +1106,7 @@ DEVICE void block_spans_mma(const bf16* q, const bf16* kv, const bf16* pages, co
     s.put(parts, values, min(NT, tiles - tile),
           [&](int column) { return slot * all_tiles + first + column; });
   }
+  if (!waited) grid_dependency_wait();  // blocks without a unit too
 }
 
 #define BLOCK_SPANS(NT, RESIDENT)                                                                  \

@@ -703,7 +703,7 @@ latent_query_mma(const bf16* q,          // [T, H, nope + rope]
                  const uint4* key,       // [H, tiles, ...] of pack_heads
                  const float* cosines,   // [positions, rope / 2]
                  const float* sines,     // likewise
-                 const int* positions,   // [T], not of a kernel that may still run
+                 const int* positions,   // [T]
                  bf16* out,              // [T, H, latent + rope]
                  int T, int H, int nope, int latent, int rope, int slices) {
   const int head = blockIdx.x / (slices + 1), slice = blockIdx.x % (slices + 1), half = rope / 2;
@@ -716,21 +716,14 @@ latent_query_mma(const bf16* q,          // [T, H, nope + rope]
     head_products(q, key, out, slice, rows, latent, H * q_width, H * out_width);
     return;
   }
-  const int pairs = rows * half;
-  float c, s;
-  auto turn_by = [&](int i) {
-    const i64 angle = (i64)positions[first + i / half] * half + i % half;
-    c = cosines[angle], s = sines[angle];
-  };
-  if (threadIdx.x < pairs) turn_by(threadIdx.x);
   grid_dependency_launch();
-  grid_dependency_wait();  // for q
-  for (int i = threadIdx.x; i < pairs; i += THREADS) {
-    if (i >= THREADS) turn_by(i);
+  grid_dependency_wait();  // for q and the positions: kernels in front may be many launches behind
+  for (int i = threadIdx.x; i < rows * half; i += THREADS) {
     const int row = i / half, pair = i % half;
     const bf16* from = q + (i64)row * H * q_width + nope + 2 * pair;
     bf16* to = out + (i64)row * H * out_width + latent + pair;
-    rotate(to_float(from[0]), to_float(from[1]), c, s, to, to + half);
+    const i64 angle = (i64)positions[first + row] * half + pair;
+    rotate(to_float(from[0]), to_float(from[1]), cosines[angle], sines[angle], to, to + half);
   }
 }
 

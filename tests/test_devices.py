@@ -3,13 +3,16 @@ in every logit bit."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import config
 import engine
+import launchers
 import ops
 from tests import toy
 
@@ -51,20 +54,24 @@ def test_engine(device: str, activation: str, tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("device", ["checked"], indirect=True)
-def test_emulated_engine_under_watch(device: str, tmp_path, monkeypatch) -> None:
-    """Prompt and tree rounds: no dependent launch reads or writes before its wait what
-    the kernels in front of it may still be at; tensor cores where the shapes allow."""
-    from tests.conftest import launcher
-
-    kernels = ops.CudaOps("bfloat16", launcher=launcher(device), poison=True)
+def test_emulated_engine_under_watch(device: str, monkeypatch) -> None:
+    """Prompt and tree rounds of the miniature, cut as for an H200: no dependent launch reads or
+    writes before its wait what the kernels in front of it may still be at, however many of them,
+    and no block leaves without it; tensor cores where the shapes allow."""
+    on = launchers.EmulatorLauncher(checked=True)
+    on.limits = launchers.Limits(
+        "like an H200", "sm_90", 232_448, processors=132, clusters=True, warpgroups=True
+    )
+    kernels = ops.CudaOps("bfloat16", launcher=on, poison=True)
     monkeypatch.setattr(engine, "make_ops", lambda *_: kernels)
-    directory = toy.write_checkpoint(tmp_path / "toy", drafter={})
-    made = toy.engine_of(directory, drafter=True, activation="bfloat16")
+    settings = config.load("nano.yaml")
+    of = dataclasses.replace(settings.kernels, activation="bfloat16")
+    made = engine.Engine(dataclasses.replace(settings, kernels=of), "cuda")
     launches = set()
     kernels.listener = lambda launch: launches.add(launch.kernel)
-    [result] = toy.decode(made, [[5, 6, 7]], "tree", 3, max_tokens=3)
+    [result] = toy.decode(made, [[567, 456, 480, 3448, 1014]], "tree", 2, max_tokens=3)
     assert len(result.token_ids) == 3
-    assert {"add_rms_norm", "query_entry", "linear_mma_1_1"} <= launches, launches
+    assert {"latent_query_mma", "block_spans_mma_1", "expert_down_mma"} <= launches, launches
 
 
 GOLDENS = Path(__file__).parent / "goldens"
