@@ -110,6 +110,8 @@ def check(arguments) -> list[dict] | None:
             if isinstance(n, int) and n < least:
                 flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"{flag}: expected at least {least}, got {n}")
+    if arguments.expect and arguments.what != "ops":
+        raise UserError("--expect: goes with ops only")
     if arguments.what == "acceptance" and not arguments.file.is_file():
         raise UserError(f"--file {arguments.file}: no such file")
     if arguments.json and not Path(arguments.json).absolute().parent.is_dir():
@@ -193,23 +195,31 @@ def step(arguments) -> list[dict]:
 
 def operations(arguments) -> list[dict]:
     import bench_kernels  # needs a GPU: only when asked for
-    import launchers
 
     rows = arguments.rows or (1, 2, 4, 8, 16, 32, 64, 128)
     if arguments.expect:
         return bench_kernels.expected(arguments.op, rows)
+    need_gpu("ops")
+    return bench_kernels.table(arguments.op, rows, arguments.skew)
+
+
+def need_gpu(what: str) -> None:
+    """Refuse before anything is loaded where there is no GPU to time."""
+    import launchers
+
     try:
         launchers.CudaLauncher()
     except UserError:
         raise UserError(
-            "ops: times kernels and needs an NVIDIA GPU; none can be used here"
+            f"{what}: times kernels and needs an NVIDIA GPU; none can be used here"
         ) from None
-    return bench_kernels.table(arguments.op, rows, arguments.skew)
 
 
 def tune(arguments) -> list[dict]:
     import bench_tune
 
+    if arguments.device != "emulate":
+        need_gpu("--tune")
     return bench_tune.table(arguments)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
+TILES = "tiles.yaml"  # of CONFIGS: the table of tiles.py, no config
 MOST_NODES = 1024  # of a draft tree; block drafters are exhausted long before
 AUTO = "auto"  # a budget that the engine chooses (budget.py)
 MOST_CONTEXT = 1 << 24  # positions that a rotation table is made for
@@ -401,7 +402,7 @@ def find(path: str | Path) -> Path:
     for candidate in (given, os.path.join(CONFIGS, given)):
         if os.path.isfile(candidate):
             return Path(candidate)
-    known = ", ".join(sorted(p.name for p in CONFIGS.glob("*.yaml")))
+    known = ", ".join(sorted(p.name for p in CONFIGS.glob("*.yaml") if p.name != TILES))
     raise UserError(f"{path}: no such config file, neither here nor in configs/ (there: {known})")
 
 

@@ -20,7 +20,7 @@ import config
 from config import UserError
 from launchers import Limits
 
-FILE = config.CONFIGS / "tiles.yaml"
+FILE = config.CONFIGS / config.TILES
 HEAD = """\
 # The fastest launch of each product, by device and T; a number of rows goes by the next power of
 # two. Written by `python bench.py --tune [--config FILE.yaml]`, read by tiles.py; all launches

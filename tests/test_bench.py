@@ -104,6 +104,8 @@ def test_odd_names_and_figures_match_nothing():
     "argv",
     (
         "speed --budgets 0",
+        "speed --expect",
+        "--tune",
         "speed --repeats 0",
         "step --contexts 20 -1",
         "step --budgets 8 -2",
