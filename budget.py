@@ -5,13 +5,15 @@ The text is the same whatever is drafted (R1), and a best-first tree is the begi
 larger one. So once the tokens are there, one drafted tree says how far a walk would have got with
 every choice: all are judged by the same evidence, and none has to be tried for it. Plain decoding
 drafts nothing; for it to notice that drafts would pay, some of its rounds are `watched`: they
-draft, and verify the root alone.
+draft, and verify the root alone. A small draft takes less than the large tree that is evidence;
+where rounds are recorded and the difference matters, many are `bare`: they say how far their own
+walk gets, and others are taken to get as many times as far as before.
 
 Regret, in seconds against the best fixed choice, with costs as measured:
-- Watched rounds take at most WATCHING of the time, and WATCHES of them once.
-- Evidence fades by KEPT a token. A choice that was better by g tokens a draft and is worse by h
-  since the text has changed is left once ln(1 + g / h) / (1 - KEPT) tokens have been seen. That
-  costs less than what g gains in 1 / (1 - KEPT) tokens, however large h is.
+- Evidence takes at most LEARNING of the time, and LESSONS rounds once, of either kind.
+- Evidence fades by KEPT a draft. A choice that was better by g tokens a draft and is worse by h
+  since the text has changed is left once ln(1 + g / h) / (1 - KEPT) drafts have been seen. That
+  costs less than what g gains in 1 / (1 - KEPT) drafts, however large h is.
 - A text begins with what others of its kind have shown, which weighs as much as PRIOR drafts.
 - Drafts give way to plain decoding when they lose by more than the evidence may be wrong by.
 Nothing here can change a token.
@@ -29,16 +31,15 @@ import numpy as np
 from spec_decode import Tree
 
 NODES = tuple(sorted(n for e in range(1, 11) for n in (2**e, 3 * 2 ** (e - 1)) if n not in (3, 6)))
-KEPT = 0.98  # of a text's evidence after a token
-KEPT_OF_ALL = 0.98  # of all texts' evidence after a draft
-PRIOR = 5.0  # drafts that a text must have seen to weigh as much as all texts
-NEUTRAL = 6.0  # drafts that all texts must have seen to weigh as much as that no choice is better
+KEPT = 0.95  # of evidence, a text's or all texts', after a draft
+PRIOR = 5.0  # drafts of a text that weigh as much as all texts, and of these as that all is equal
 UNSURE = 0.5  # standard errors by which drafts may lose to plain decoding and be kept
-WATCHING = 0.02  # of the time that watched rounds may take
-WATCHES = 8  # watched rounds that may be saved up
+LEARNING = 0.01  # of the time of plain decoding, and of drafts, that their evidence may take
+LESSONS = 8  # rounds of such evidence that may be saved up: to be sure of a change at once
 MOST_QUIET = 64  # rounds of plain decoding between watched ones, if there is time for them
 TURNS = 4  # of every choice when they are measured; the shortest counts
 CLOSE = 0.03  # of its seconds: a choice that takes so little less than a larger one is left out
+TINY = 1e-9  # tokens
 MOST_LEFT = 256  # tokens to come of a text, as far as recording another round is concerned
 
 
@@ -60,6 +61,11 @@ def choices(depth: int, most: int) -> tuple[Choice, ...]:
     if depth + 1 <= most:
         drafts.append(Choice("chain", depth + 1, most))
     return (Choice("ar", 1), *sorted(drafts, key=lambda c: c.budget))
+
+
+def bare(choice: Choice) -> Choice:
+    """The same without evidence."""
+    return choice._replace(scored=0)
 
 
 def most_rows(batch: int, limit: int) -> int:
@@ -185,19 +191,14 @@ class Evidence:
     def __init__(self, choices: int):
         self.n, self.got, self.claimed = 0.0, np.zeros(choices), np.zeros(choices)
 
-    def fade(self, kept: float) -> None:
-        self.n *= kept
-        self.got *= kept
-        self.claimed *= kept
-
     def add(self, got: np.ndarray, claimed: np.ndarray) -> None:
-        self.n += 1
-        self.got += got
-        self.claimed += claimed
+        self.n = KEPT * self.n + 1
+        self.got = KEPT * self.got + got
+        self.claimed = KEPT * self.claimed + claimed
 
-    def mean(self, prior: np.ndarray, weight: float) -> np.ndarray:
+    def mean(self, prior: np.ndarray) -> np.ndarray:
         """Tokens that a draft's walk reaches, from `prior` on."""
-        return (self.got + weight * prior) / (self.n + weight)
+        return (self.got + PRIOR * prior) / (self.n + PRIOR)
 
     def calibration(self, prior: np.ndarray | float) -> np.ndarray:
         """Tokens reached for one that was claimed."""
@@ -206,11 +207,10 @@ class Evidence:
 
 @dataclass
 class _Text:
-    """A text's evidence, faded up to its `length`, and its drafts of which it does not say yet what
-    became of them: (where the tokens begin that follow the root, tree)."""
+    """A text's evidence, and its drafts of which it does not say yet what became of them: (where
+    the tokens begin that follow the root, tree)."""
 
     evidence: Evidence
-    length: int
     open: list[tuple[int, Tree]] = field(default_factory=list)
 
 
@@ -226,7 +226,8 @@ class Auto:
         self.costs, self.measured = Costs(), False
         self.narrows = False  # trees are cut by their own probabilities
         self.extra = 0.0  # seconds of a watched round more than of plain decoding
-        self.saved = 0.0  # seconds for watched rounds
+        self.scoring: dict[Choice, float] = {}  # seconds of a round more than of a bare one
+        self.saved = {True: 0.0, False: 0.0}  # seconds for evidence of plain decoding, of drafts
         self.quiet, self.gap = 0, 1  # plain rounds since a watched one, and until the next
 
     def offer(self, of: Sequence[Choice]) -> None:
@@ -258,10 +259,18 @@ class Auto:
         for choice in [self.watched] * 2 + [*names, self.watched] * (TURNS - 2):
             if not time(choice):
                 return
+        scoring = {}
+        if recorded:  # the chain first: where its evidence takes little, that of all does
+            for choice in sorted(names[1:], key=lambda c: c.mode != "chain"):
+                if not all(time(bare(choice)) for _ in range(TURNS)):
+                    return
+                if (more := took[choice] - took[bare(choice)]) <= LEARNING * took[choice]:
+                    break
+                scoring[choice] = more
         # Fewer rows take no longer: what says so was held up.
         best = np.minimum.accumulate([took[c] for c in names][::-1])[::-1].tolist()
         self.extra = max(took[self.watched] - best[0], 0.0)
-        self.saved = WATCHES * self.extra
+        self.saved[True] = LESSONS * self.extra
         if not recorded:
             most = max(c.budget for c in names)
             names = [c._replace(scored=min(c.scored, most)) for c in names]
@@ -270,6 +279,8 @@ class Auto:
         self.offer(names[i] for i in kept)
         seconds = np.array(best)[kept]
         self.worth, self.narrows = seconds / seconds[0], not recorded
+        self.scoring = {c: scoring[c] for c in self.choices if c in scoring}
+        self.saved[False] = LESSONS * max(self.scoring.values(), default=0.0)
         self.costs = Costs(dict(zip(self.choices, seconds.tolist(), strict=True)))
         self.measured = True
 
@@ -278,9 +289,9 @@ class Auto:
     def known(self, sequence) -> tuple[np.ndarray, np.ndarray]:
         """Tokens that drafts of this text are expected to add, and the squared error [choices]."""
         kind, text = self.kinds[sequence.params.greedy], self.texts.get(sequence)
-        mean, n = kind.mean(np.minimum(self.worth - 1, self.depth), NEUTRAL), min(PRIOR, kind.n)
+        mean, n = kind.mean(np.minimum(self.worth - 1, self.depth)), min(PRIOR, kind.n)
         if text is not None:
-            mean, n = text.evidence.mean(mean, PRIOR), n + text.evidence.n
+            mean, n = text.evidence.mean(mean), n + text.evidence.n
         return mean, (mean + 1) / (n + 1)
 
     def gain(self, sequences: list) -> tuple[np.ndarray, np.ndarray]:
@@ -288,36 +299,52 @@ class Auto:
         means, squares = zip(*map(self.known, sequences), strict=True)
         return len(sequences) + sum(means), UNSURE * sum(squares) ** 0.5
 
-    def choose(self, sequences: list, before: np.ndarray | None = None) -> Choice:
-        """What the next round of these sequences drafts. before [choices + 1]: seconds that go by
-        before the first such round (the last: watched), which must pay with what the texts may
-        still become."""
+    def offered(self) -> tuple[Choice, ...]:
+        """All that `choose` may say."""
+        return (*self.choices, self.watched, *map(bare, self.scoring))
+
+    def choose(self, sequences: list, before: dict[Choice, float] | None = None) -> Choice:
+        """What the next round of these sequences drafts. before: seconds that go by before the
+        first round of some choices; they must pay with what the texts may still become."""
         for sequence in sequences:
             self.settle(sequence)
         if not self.measured or not all(self.kinds[s.params.greedy].n for s in sequences):
             return next((c for c in self.choices if c.mode == "chain"), self.choices[-1])
-        b, (gain, unsure) = len(sequences), self.gain(sequences)
-        before = np.zeros(len(self.choices) + 1) if before is None else before
+        b, before = len(sequences), before or {}
+        scoring = {c: more for c, more in self.scoring.items() if bare(c) not in before}
+        seconds = self.seconds(b) - np.array([scoring.get(c, 0.0) for c in self.choices])
         left = sum(min(s.rule.max_tokens - s.n_emitted, MOST_LEFT) for s in sequences)
-        work = left * self.seconds(b)
-        took = work / gain + before[:-1]
-        took[1:][[b * c.budget > self.rows for c in self.choices[1:]]] = np.inf
+        extra = np.array([before.get(c, 0.0) for c in self.choices])
+        extra[1:][[b * c.budget > self.rows for c in self.choices[1:]]] = np.inf
+        gain, unsure = self.gain(sequences)
+        # A round takes as long where fewer tokens are left than it would add.
+        took, hoped = (np.maximum(left / g, 1) * seconds + extra for g in (gain, gain + unsure))
         draft = 1 + int(np.argmin(took[1:]))
-        if took[draft] * gain[draft] / (gain[draft] + unsure[draft]) < took[0]:
+        if hoped[draft] < took[0]:
             self.quiet, self.gap = 0, 1
-            return self.choices[draft]
-        return self.plain(self.extra + before[-1])
+            choice = self.choices[draft]
+            return choice if self.pays(scoring.get(choice, 0.0), choice) else bare(choice)
+        return self.plain(self.extra + before.get(self.watched, 0.0))
 
     def plain(self, price: float) -> Choice:
-        """Plain decoding, watched now and then: at growing intervals while drafts would not pay,
-        and for no more than WATCHING of the time. price: seconds that watching adds to a round."""
+        """Plain decoding, watched now and then, at growing intervals while drafts would not pay.
+        price: seconds that watching adds to a round."""
         self.quiet += 1
-        self.saved = min(self.saved, WATCHES * price)
-        if self.quiet < self.gap or self.saved < price:
+        if self.quiet < self.gap or not self.pays(price, self.watched):
             return self.choices[0]
-        self.saved -= price
         self.quiet, self.gap = 0, min(2 * self.gap, MOST_QUIET)
         return self.watched
+
+    def pays(self, price: float, choice: Choice) -> bool:
+        """Pay for evidence that takes so many seconds, if enough is saved."""
+        if price <= 0:
+            return True
+        plain = choice.mode == "ar"
+        self.saved[plain] = min(self.saved[plain], LESSONS * price)
+        if self.saved[plain] < price:
+            return False
+        self.saved[plain] -= price
+        return True
 
     def seconds(self, b: int) -> np.ndarray:
         """Of a round of b sequences, as expected now [choices]."""
@@ -341,40 +368,63 @@ class Auto:
     def heard(self, done) -> None:
         """Of a recorded round (rounds.Done), before its tokens are added to the texts."""
         self.saw(done.choice, len(done.places), done.seconds)
+        live = [i for i, n in enumerate(done.counts) if n]
         if done.trees is not None:
-            live = [i for i, n in enumerate(done.counts) if n]
             self.learn([done.places[i] for i in live], [done.trees[i] for i in live])
+        elif done.choice.mode != "ar":
+            for i in live:
+                self.hear(done.places[i], self.scored(done.choice), int(done.counts[i]) - 1)
 
     def saw(self, choice: Choice, b: int, seconds: float) -> None:
         """A round of b sequences ran."""
+        self.saved[choice.mode == "ar"] += LEARNING * seconds
+        if choice.mode != "ar" and not choice.scored:
+            choice = self.scored(choice)
+            seconds += self.scoring.get(choice, 0.0)
         self.costs.saw(choice, b, seconds)
-        self.saved += WATCHING * seconds
+
+    def scored(self, choice: Choice) -> Choice:
+        """Of a bare one, that of `choices`."""
+        return choice._replace(scored=self.watched.scored)
+
+    def hear(self, sequence, choice: Choice, got: int) -> None:
+        """How far the walk of a bare draft got. With others it would have got so many times as far
+        as with this one as is expected."""
+        if choice not in self.choices or self.ends(sequence):
+            return
+        mean, at = self.known(sequence)[0], self.choices.index(choice)
+        self.add(sequence, np.minimum(mean * got / max(mean[at], TINY), self.depth))
+
+    def ends(self, sequence) -> bool:
+        """Near its end a text takes smaller trees: they say nothing of others."""
+        return sequence.rule.max_tokens - sequence.n_emitted <= self.depth
 
     def learn(self, sequences: list, trees: Sequence[Tree]) -> None:
         """Trees that were drafted behind these texts as they are now."""
         for sequence, tree in zip(sequences, trees, strict=True):
-            if sequence.rule.max_tokens - sequence.n_emitted <= self.depth:
-                continue  # near its end a text takes smaller trees: they say nothing of others
-            length = len(sequence.tokens)
-            if sequence not in self.texts:
-                self.texts[sequence] = _Text(Evidence(len(self.choices)), length)
-            self.texts[sequence].open.append((length, tree))
+            if not self.ends(sequence):
+                self.text(sequence).open.append((len(sequence.tokens), tree))
+
+    def text(self, sequence) -> _Text:
+        return self.texts.setdefault(sequence, _Text(Evidence(len(self.choices))))
 
     def settle(self, sequence) -> None:
         """Take as evidence the drafts of which the text now says what became of them."""
         if (text := self.texts.get(sequence)) is None:
             return
-        tokens, kind, waiting = sequence.tokens, self.kinds[sequence.params.greedy], text.open
-        text.evidence.fade(KEPT ** (len(tokens) - text.length))
-        text.length, text.open = len(tokens), []
+        tokens, waiting = sequence.tokens, text.open
+        text.open = []
         for start, tree in waiting:
             got = accepted(tree, tokens[start : start + self.depth], self.choices, self.depth)
             if got is None:
                 text.open.append((start, tree))
                 continue
             claims = claimed(tree, self.choices, self.depth) if self.narrows else 0.0
-            text.evidence.add(got, claims)
-            kind.fade(KEPT_OF_ALL)
-            kind.add(got, claims)
+            self.add(sequence, got, claims)
             if (1 + got > self.worth)[1:].any():
                 self.gap = 1  # what plain decoding saw would have paid
+
+    def add(self, sequence, got: np.ndarray, claims: np.ndarray | float = 0.0) -> None:
+        """To what is known of this text, and of all of its kind."""
+        for evidence in (self.text(sequence).evidence, self.kinds[sequence.params.greedy]):
+            evidence.add(got, claims)

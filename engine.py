@@ -539,9 +539,8 @@ class Engine:
             self.measure(ready[0])
         if rounds is None:
             return self.auto.choose(ready)
-        of = (*self.auto.choices, self.auto.watched)
-        missing = [not rounds.recorded(choice, ready) for choice in of]
-        return self.auto.choose(ready, rounds.recording * np.array(missing))
+        missing = rounds.missing(self.auto.offered(), ready)
+        return self.auto.choose(ready, dict.fromkeys(missing, rounds.recording))
 
     def measure(self, sequence: Sequence) -> None:
         """Time the rounds that "auto" chooses among, from where this sequence stands."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -163,7 +163,7 @@ class Rounds:
         flight, self.flight = self.flight, None
         # Only if nobody has come or gone since, and never to record: recording starts from what the
         # host knows, which is behind by the round in flight.
-        if more and flight.places == running and self.recorded(choice):
+        if more and flight.places == running and not self.missing((choice,), running):
             self.launch(choice)
         read = flight.read()
         got = []
@@ -179,10 +179,10 @@ class Rounds:
         nodes = {"ar": 1, "chain": self.depth + 1}.get(choice.mode, choice.budget)
         return (choice._replace(budget=nodes), b, penalised, sampled)
 
-    def recorded(self, choice: Choice, running: list[Sequence] | None = None) -> bool:
-        """Whether a round of these sequences (None: of those in `places`) is recorded."""
-        some = self.places if running is None else running
-        return self.key(choice, len(some), penalised(some), sampled(some)) in self.graphs
+    def missing(self, of: Iterable[Choice], running: list[Sequence]) -> list[Choice]:
+        """Those whose round of these sequences is not recorded."""
+        about = len(running), penalised(running), sampled(running)
+        return [choice for choice in of if self.key(choice, *about) not in self.graphs]
 
     def seconds(self, choice: Choice, running: list[Sequence]) -> float | None:
         """How long a round takes the device, from where these sequences stand; they stay there. The

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections import Counter
 from types import SimpleNamespace
 
@@ -11,7 +13,7 @@ import pytest
 import bench_step
 import budget
 import config
-from budget import Auto, Choice, Costs, accepted, choices, claimed, cut
+from budget import Auto, Choice, Costs, accepted, bare, choices, claimed, cut
 from config import UserError
 from sampling import SamplingParams
 from spec_decode import build_tree
@@ -166,16 +168,41 @@ class TestChoice:
         auto, text = auto_of(FLAT), Text(left=40)
         teach(auto, text, 0.0, 39)
         assert auto.texts[text].evidence.n == pytest.approx(
-            sum(budget.KEPT**n for n in range(DEPTH, 39)), rel=1e-3
+            sum(budget.KEPT**n for n in range(39 - DEPTH)), rel=1e-3
         )
 
     def test_recording_must_pay(self):
         auto, text = auto_of(FLAT), Text(left=10**6)
         teach(auto, text, 0.9)
         best = auto.choose([text])
-        before = np.array([0.0 if c.mode == "ar" else 1e6 for c in (*auto.choices, auto.watched)])
-        before[-1] = 1e6
+        before = {c: 1e6 for c in auto.offered() if c != auto.choices[0]}
         assert (best.mode, auto.choose([text], before)) == ("chain", auto.choices[0])
+
+    def test_a_texts_last_tokens_are_worth_no_more_than_they_are(self):
+        auto, text = auto_of(FLAT), Text(left=10**6)
+        teach(auto, text, 0.9)
+        for left, budgets in ((100, {5}), (2, {1, 2}), (1, {1})):
+            text.rule.max_tokens = text.n_emitted + left
+            assert auto.choose([text]).budget in budgets
+
+    @pytest.mark.parametrize("price, share", ((0.0, 1.0), (0.005, 1.0), (0.1, 0.16)))
+    def test_evidence_is_paid_out_of_its_share(self, price, share):
+        """Of a chain of 1.48 seconds: 0.005 are nothing, of 0.1 every seventh is paid for."""
+        auto, text = Auto(DEPTH, 24, 99), Text(left=10**6)
+        auto.measure(lambda c: FLAT[c.budget] + price * (c.budget > 1 and c.scored > 0), True)
+        assert (bare(auto.choices[-1]) in auto.offered()) == (share < 1)
+        teach(auto, text, 0.9)
+        picked: Counter[Choice] = Counter()
+        for _ in range(200):
+            choice = auto.choose([text])
+            picked[choice] += 1
+            auto.saw(choice, 1, FLAT[choice.budget] + price * (choice.scored > 0))
+        assert set(picked) <= set(auto.offered()) and {c.mode for c in picked} == {"chain"}
+        scored = sum(n for c, n in picked.items() if c.scored)
+        assert scored * price <= budget.LEARNING * 200 * 1.6 + budget.LESSONS * price + 1e-9
+        assert scored / 200 == pytest.approx(share, abs=0.03)
+        some = {bare(c): 1.0 for c in auto.scoring}  # not recorded: it is not worth it
+        assert all(auto.choose([text], some).scored for _ in range(9))
 
     def test_rows_of_all_sequences_are_bounded(self):
         auto, texts = auto_of(FLAT, rows=10), [Text(left=10**6) for _ in range(4)]
@@ -223,10 +250,33 @@ class TestChoice:
 # ---- regret, on simulated texts ----------------------------------------------------------------
 
 BLOCK = 7  # positions that are drafted
-MS = {  # of a round of so many nodes, on an H200: k26-rank.yaml and nano.yaml; 0: of watching
-    "rank": {0: 0.59, 1: 3.57, 2: 4.58, 4: 5.52, 8: 7.3, 12: 8.76, 16: 10.1, 24: 12.1, 32: 13.1},
-    "nano": {0: 0.43, 1: 0.86, 2: 1.33, 4: 1.4, 8: 1.52, 12: 1.91, 16: 2.0, 24: 2.32, 32: 2.6},
-}
+WATCHED, SCORED = "watched", "scored"  # milliseconds more than of plain decoding, of a bare draft
+MS = {  # of a round of so many nodes
+    # k26-rank.yaml on an H200, behind 1,000 and 8,000 positions; nano.yaml there, and on two cores
+    "rank": {1: 3.22, 2: 4.25, 4: 5.24, 8: 6.91, 12: 8.2, 16: 9.32, 24: 10.75, 32: 11.69,
+             WATCHED: 0.47, SCORED: 0.03},
+    "rank, 8000": {1: 3.69, 2: 4.85, 4: 5.90, 8: 7.76, 12: 9.2, 16: 10.37, 24: 12.1, 32: 13.31,
+                   WATCHED: 0.54, SCORED: 0.03},
+    "nano": {1: 0.74, 2: 1.1, 4: 1.16, 8: 1.24, 12: 1.59, 16: 1.67, 24: 1.93, 32: 2.17,
+             WATCHED: 0.43, SCORED: 0.07},
+    "nano, CPU": {1: 10.75, 2: 17.4, 4: 18.8, 8: 21.4, 12: 24.0, 16: 26.7, 24: 32.0, 32: 37.0,
+                  WATCHED: 6.0, SCORED: 0.0},
+    # The first and the third with earlier kernels; every draft was scored.
+    "rank, earlier": {1: 3.57, 2: 4.58, 4: 5.52, 8: 7.3, 12: 8.76, 16: 10.1, 24: 12.1, 32: 13.1,
+                      WATCHED: 0.59, SCORED: 0.0},
+    "nano, earlier": {1: 0.86, 2: 1.33, 4: 1.4, 8: 1.52, 12: 1.91, 16: 2.0, 24: 2.32, 32: 2.6,
+                      WATCHED: 0.43, SCORED: 0.0},
+}  # fmt: skip
+
+
+def rationed(ms: dict) -> bool:
+    """Whether evidence takes so much that few drafts are: what they are worth is seen later."""
+    return ms[SCORED] > budget.LEARNING * ms[BLOCK + 1]
+
+
+def seconds(ms: dict, choice: Choice) -> float:
+    more = WATCHED if choice.mode == "ar" else SCORED
+    return ms[choice.budget] + (ms[more] if choice.scored else 0.0)
 
 
 class Play:
@@ -261,24 +311,30 @@ class Play:
             at, rounds = at + self.got[budget][at], rounds + 1
         return rounds * ms
 
+    def short(self, n: int) -> Play:
+        """Its first n tokens."""
+        play = copy.copy(self)
+        play.n = n
+        return play
+
     def auto(self, auto: Auto, ms: dict, spent: Counter) -> float:
-        """As recorded rounds do it: the next one is chosen before the last one is read."""
-        text, flight, at, total = Text(left=10**6), [], 0, 0.0
+        """As recorded rounds do it: the next one is chosen before the last one is read; or as the
+        engine's own step does it, which cuts the tree that is there."""
+        text, flight, at, total = Text(left=self.n + 1), [], 0, 0.0
         text.tokens = self.tokens[:1]
         while at < self.n:
-            choice = auto.choose([text])
-            took = ms[choice.budget]
-            if choice == auto.watched:
-                took, spent["watching"] = took + ms[0], spent["watching"] + ms[0]
-            total, spent[choice.budget] = total + took, spent[choice.budget] + took
-            drafted = [self.trees[at]] if choice.scored else None
-            got = self.got[choice.budget][at]
-            flight.append((choice, took, drafted, got))
+            choice, tree = auto.choose([text]), self.trees[at]
+            if auto.narrows and choice.mode != "ar":
+                choice = auto.narrow([text], [tree])
+            took, got = seconds(ms, choice), self.got[choice.budget][at]
+            total += took
+            spent["evidence"] += took - ms[choice.budget]
+            flight.append((choice, took, got, [tree] if choice.scored else None))
             at += got
-            if len(flight) > 1:
-                choice, took, drafted, got = flight.pop(0)
+            if len(flight) > 1 - auto.narrows:
+                choice, took, got, trees = flight.pop(0)
                 done = SimpleNamespace(
-                    choice=choice, places=[text], seconds=took, counts=[got], trees=drafted
+                    choice=choice, places=[text], seconds=took, counts=[got], trees=trees
                 )
                 auto.heard(done)
                 n = len(text.tokens)
@@ -286,14 +342,30 @@ class Play:
         return total
 
 
-def regret(plays: list[Play], ms: dict) -> tuple[float, Counter]:
-    """Time of these texts, one after the other, to that of the best fixed choice, less 1."""
-    auto, spent = Auto(BLOCK, 32, 1000), Counter()
-    auto.measure(lambda c: ms[c.budget] + (c == auto.watched) * ms[0], recorded=True)
-    took = sum(play.auto(auto, ms, spent) for play in plays)
+def learner(ms: dict) -> Auto:
+    auto = Auto(BLOCK, 32, 1000)
+    auto.measure(lambda c: seconds(ms, c), recorded=ms is not MS["nano, CPU"])
+    return auto
+
+
+def regret(plays: list[Play], ms: dict, known: bool = False) -> tuple[float, Counter]:
+    """Time of these texts, one after the other, to that of the best fixed choice, less 1. known:
+    each is met by a learner of its own that has met another one of them."""
+    auto, spent, took = learner(ms), Counter(), 0.0
+    for i, play in enumerate(plays):
+        if known:
+            auto = learner(ms)
+            plays[i - 1].auto(auto, ms, Counter())
+        took += play.auto(auto, ms, spent)
     best = min(sum(p.fixed(n, ms[n]) for p in plays) for n in plays[0].got)
     spent["total"] = took
     return took / best - 1, spent
+
+
+@functools.cache
+def kinds() -> list[list[Play]]:
+    qualities = (1.0, 0.95, 0.85, 0.75, 0.6, 0.45, 0.3, 0.1, 0.0)
+    return [[Play(np.full(263, q), seed) for seed in range(12)] for q in qualities]
 
 
 def halves(first: float, then: float, n: int = 300) -> np.ndarray:
@@ -307,10 +379,11 @@ class TestRegret:
         plays = [Play(np.full(300, quality), seed) for seed in range(4)]
         assert regret(plays, ms)[0] <= 0.05
 
-    def test_watching_is_paid_out_of_its_share(self, ms):
-        _, spent = regret([Play(np.zeros(600), 1), Play(np.zeros(600), 2)], ms)
-        allowed = budget.WATCHING * spent["total"] + budget.WATCHES * ms[0]
-        assert 0 < spent["watching"] <= allowed
+    @pytest.mark.parametrize("quality", (0.0, 1.0))
+    def test_evidence_is_paid_out_of_its_share(self, ms, quality):
+        _, spent = regret([Play(np.full(600, quality), seed) for seed in (1, 2)], ms)
+        allowed = budget.LEARNING * spent["total"] + budget.LESSONS * ms[WATCHED]
+        assert (ms[SCORED] if quality else 0) <= spent["evidence"] <= allowed
 
     @pytest.mark.parametrize("first, then", ((0.0, 0.95), (0.95, 0.0), (0.2, 0.9)))
     def test_of_a_text_that_changes(self, ms, first, then):
@@ -320,18 +393,26 @@ class TestRegret:
         lost, spent = regret([Play(halves(first, then), 3)], ms)
         assert lost < 0
         best = sum(min(p.fixed(n, ms[n]) for n in p.got) for p in halved)
-        lag = ms[1] / (1 - budget.KEPT) + ms[1] / (1 - budget.KEPT_OF_ALL)
+        lag = 2 * ms[1] / (1 - budget.KEPT)
         assert spent["total"] <= 1.05 * best + lag
 
     def test_of_texts_that_differ(self, ms):
         plays = [Play(np.full(200, q), i) for i, q in enumerate((0.95, 0.1, 0.95, 0.1, 0.95, 0.1))]
-        assert regret(plays, ms)[0] < 0
+        assert regret(plays, ms)[0] < (0.05 if rationed(ms) else 0)
 
     @pytest.mark.parametrize("n", (20, 60))
     def test_of_bursts(self, ms, n):
         """The worst are as long as evidence is kept."""
         quality = np.where(np.arange(1200) // n % 2, 0.95, 0.2)
-        assert regret([Play(quality, 0)], ms)[0] <= 0.1
+        assert regret([Play(quality, 0)], ms)[0] <= (0.15 if rationed(ms) else 0.1)
+
+
+@pytest.mark.parametrize("n", (64, 256))
+@pytest.mark.parametrize("name", [name for name in MS if "earlier" not in name])
+def test_regret_of_short_texts_of_a_known_kind(name, n):
+    """Twelve of each quality, each behind one like it. Of 64 tokens, 5 % are a few rounds."""
+    lost = [regret([p.short(n) for p in plays], MS[name], known=True)[0] for plays in kinds()]
+    assert max(lost) <= 0.05 and np.mean(lost) <= 0.03
 
 
 # ---- in an engine ------------------------------------------------------------------------------

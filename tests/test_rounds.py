@@ -11,6 +11,7 @@ import pytest
 
 import engine
 import ops
+from budget import bare
 from sampling import SamplingParams
 from tests import toy
 from tests.conftest import launcher
@@ -199,10 +200,10 @@ def test_budgets_that_change_every_round(device, batch, make, plain, monkeypatch
     auto.costs.measured = {c: 1.0 for c in auto.choices}
     auto.measured = True
     script, picked, flown, learned = np.random.default_rng(1), [], [], []
-    of = (*auto.choices, auto.watched)
+    of = (*auto.choices, auto.watched, *map(bare, auto.choices[1:]))
 
     def choose(sequences, before):
-        assert len(before) == len(auto.choices) + 1
+        assert set(before) <= set(auto.offered())
         picked.append(of[script.integers(len(of))])
         flown.append(made.rounds.flight is not None)
         return picked[-1]
@@ -216,7 +217,8 @@ def test_budgets_that_change_every_round(device, batch, make, plain, monkeypatch
 
 
 def test_rounds_are_measured_where_they_stand(device, make, plain) -> None:
-    """Before the first round of "auto": every choice, of which nothing is seen in the text."""
+    """Before the first round of "auto": every choice, of which nothing is seen in the text; and the
+    chain with nothing to learn from it."""
     expected = plain(device)
     made = make(device)
     made.use("tree", "auto")
@@ -225,7 +227,8 @@ def test_rounds_are_measured_where_they_stand(device, make, plain) -> None:
     )
     assert_same(decode(made, REQUESTS), expected)
     assert made.auto.measured and all(s > 0 for s in made.auto.costs.measured.values())
-    assert {key[0] for key in made.rounds.graphs} >= {*made.auto.choices, made.auto.watched}
+    measured = {*made.auto.choices, made.auto.watched, bare(made.auto.choices[-1])}
+    assert {key[0] for key in made.rounds.graphs} >= measured
 
 
 def test_g1_huge_top_k_and_min_tokens_are_harmless(device, make) -> None:
