@@ -204,6 +204,22 @@ class TestChoice:
         some = {bare(c): 1.0 for c in auto.scoring}  # not recorded: it is not worth it
         assert all(auto.choose([text], some).scored for _ in range(9))
 
+    def test_bare_drafts_are_heard(self):
+        """What the chain's walks get says as much of all: their ratios stay."""
+        auto, text = Auto(DEPTH, 24, 99), Text(left=10**6)
+        auto.measure(lambda c: FLAT[c.budget] + 0.1 * (c.budget > 1 and c.scored > 0), True)
+        teach(auto, text, 0.9)
+        before, alone = auto.known(text)[0], Choice("chain", DEPTH + 1)
+        for count in (1, 1, 0, 1):  # rows that were accepted; none: the text is not in that round
+            auto.heard(SimpleNamespace(choice=alone, places=[text], seconds=1.48, counts=[count],
+                                       trees=None))  # fmt: skip
+        after = auto.known(text)[0]
+        assert after[1:] / before[1:] == pytest.approx(after[1] / before[1], rel=0.01)
+        assert budget.KEPT**5 < after[1] / before[1] < budget.KEPT**2
+        text.rule.max_tokens = text.n_emitted + DEPTH  # its end cuts drafts short
+        auto.hear(text, auto.scored(alone), 0)
+        assert (auto.known(text)[0] == after).all()
+
     def test_rows_of_all_sequences_are_bounded(self):
         auto, texts = auto_of(FLAT, rows=10), [Text(left=10**6) for _ in range(4)]
         for text in texts:
