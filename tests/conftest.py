@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 pytest.register_assert_rewrite("tests.op_cases")  # before anybody imports it
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = ("cpu", "emulate", pytest.param("cuda", marks=pytest.mark.gpu))
+ON_GPU = ("device", "gpu")
 _ran: list[tuple[str, str, float]] = []  # node id, outcome, seconds of every test on a GPU
 _started = time.time()
 LONGEST = (
@@ -86,6 +87,9 @@ def pytest_collection_modifyitems(items) -> None:
     """The files that take longest begin first: two processes then end together."""
     rank = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+    for item in items:
+        if item.get_closest_marker("gpu"):  # a report's keywords have directories' names, too
+            item.user_properties.append(ON_GPU)
 
 
 def pytest_collection_finish() -> None:
@@ -93,7 +97,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logreport(report) -> None:
-    if report.when == "call" and "gpu" in report.keywords and report.outcome != "skipped":
+    ran = report.when == "call" and report.outcome != "skipped"
+    if ran and ON_GPU in map(tuple, report.user_properties):  # xdist sends lists
         _ran.append((report.nodeid, report.outcome, report.duration))
 
 
