@@ -954,8 +954,10 @@ expert_gate_up_mma(const bf16* x,                // [T, K], 16-byte aligned rows
   Ring<UP_STAGES> ring(memory + own * UP_STAGES * bytes, barriers + own * UP_STAGES, bytes, warp < PARTS);
   grid_dependency_wait();  // for ids and x
   grid_dependency_launch();  // what follows may sort these ids meanwhile
-  // A warp that is a whole item ahead would have to know the item after next.
-  const bool draws = UP_STAGES < chunks && (int)gridDim.x < min(T * TOP_K, E + T * TOP_K / 8) * BLOCKS;
+  // In few rounds, numbers are fairer: blocks of one processor draw at the same time. A warp that is a
+  // whole item ahead would have to know the item after next.
+  const int most = min(T * TOP_K, E + T * TOP_K / 8) * BLOCKS;
+  const bool draws = UP_STAGES < chunks && FEW_ROUNDS * (int)gridDim.x < most;
   u32 ticket = 0;
   if (draws && threadIdx.x == 0) ticket = atomicAdd(tickets, 1u);
   const Work work = sort_work(ids, T, E, (unsigned char*)(drawn + 2));

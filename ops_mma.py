@@ -23,6 +23,7 @@ HEAD_STEPS = 8  # steps of one part that a warp of absorb_mma holds at most
 HEAD_ROWS = 16  # rows of a block of absorb_mma
 EXPERT_ROWS = 128  # rows of one launch over the experts
 DOWN_ROWS = (128, 64, 32, 16, 8)  # of one launch of expert_down_mma: the most that a block can hold
+FEW_ROUNDS = 3  # of expert_gate_up_mma, in which a block's items go by its number
 MAX_PAIRS = 4096  # (row, expert) pairs of one launch: struct Work has 12 bits for them
 WHOLE = 8  # kB of weight that a warp may have in flight in one piece
 SHARES = (1, 2, 4, 8)  # of K, in blocks of their own, or of the warps of a block
@@ -304,6 +305,7 @@ class TensorExperts:
     def defines(self, top_k: int, depth: Depth) -> Defines:
         return (
             ("UP_STAGES", depth.up),
+            ("FEW_ROUNDS", FEW_ROUNDS),
             ("DOWN_STAGES", depth.down),
             ("DOWN_RESIDENT", depth.down_resident),
             ("TOP_K", top_k),
@@ -580,10 +582,12 @@ class TensorCoreKernels:
 
     def _depths(self, e: TensorExperts, rows: int, top_k: int):
         """Every Depth for a launch over so many rows: they give the same bits."""
-        need = e.up_shared_bytes(rows, top_k, Depth()) + RESERVED
-        for blocks in range(1, max(1, min(3, self.launcher.limits.shared_bytes // need)) + 1):
-            for of_down in (2, 3):
-                yield Depth(up_resident=blocks, down_resident=of_down)
+        for up in sorted({2, 3, 4, e.chunks}):
+            need = e.up_shared_bytes(rows, top_k, Depth(up)) + RESERVED
+            most = self.launcher.limits.shared_bytes // need
+            for blocks in range(1, min(3, most if up > 2 else max(1, most)) + 1):
+                for of_down in (2, 3):
+                    yield Depth(up, up_resident=blocks, down_resident=of_down)
 
     def _depth(self, e: TensorExperts, rows: int, top_k: int) -> Depth:
         """The fastest, as measured, else as many blocks as there is room for."""
