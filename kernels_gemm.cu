@@ -744,8 +744,8 @@ absorb_v_mma(const bf16* o,       // [T, H, latent]
 // ==== experts_mma ====
 
 // -DPARTS of K; -DUP_GROUPS, -DDOWN_GROUPS: quantisation groups in a chunk of gate and up, of down;
-// -DUP_STAGES, -DDOWN_STAGES: chunks that a warp has in flight; -DBLOCKS of 16 columns of h; -DLEAVES of
-// the width; -DTOP_K.
+// -DSTAGES: chunks that a warp has in flight; -DFEW_ROUNDS: see expert_gate_up_mma; -DBLOCKS of 16
+// columns of h; -DLEAVES of the width; -DTOP_K.
 // For few rows a block runs through its code once: short code is faster than unrolled loops.
 static_assert(PARTS <= WARPS && (PARTS & (PARTS - 1)) == 0, "one warp a part, joined pairwise");
 
@@ -929,8 +929,8 @@ DEVICE Work sort_work(const int* ids, int T, int E, unsigned char* memory) {
 
 // h[pair] = SiLU(gate) * up, rounded. An item is a tile of pairs times 16 columns of h; its K falls in
 // PARTS parts, one a warp, joined pairwise. A part adds its groups ascending. grid: the items shared out,
-// the first one of a block by its number, further ones by tickets: processors differ in how fast they
-// read. shared: rings, then [2, PARTS, 2, 32] float4 sums (two items in turn), barriers, two tickets, work.
+// by the blocks' numbers; in more than FEW_ROUNDS all but a block's first by tickets, for processors differ
+// in how fast they read. shared: rings, then [2, PARTS, 2, 32] float4 sums (two items in turn), barriers, two tickets, work.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int RESIDENT = 3;  // blocks a multiprocessor; elsewhere shared memory allows less
 #else
@@ -947,17 +947,17 @@ expert_gate_up_mma(const bf16* x,                // [T, K], 16-byte aligned rows
   extern __shared__ __align__(128) unsigned char memory[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4;
   constexpr int bytes = 2 * UP_GROUPS * TILE_GROUP;
-  float4* sums = (float4*)(memory + PARTS * UP_STAGES * bytes);
+  float4* sums = (float4*)(memory + PARTS * STAGES * bytes);
   u64* barriers = (u64*)(sums + 2 * PARTS * 64);
-  u32* drawn = (u32*)(barriers + PARTS * UP_STAGES);  // of the items in turn
+  u32* drawn = (u32*)(barriers + PARTS * STAGES);  // of the items in turn
   const int own = warp % PARTS;  // the other warps only help to sort and to join
-  Ring<UP_STAGES> ring(memory + own * UP_STAGES * bytes, barriers + own * UP_STAGES, bytes, warp < PARTS);
+  Ring<STAGES> ring(memory + own * STAGES * bytes, barriers + own * STAGES, bytes, warp < PARTS);
   grid_dependency_wait();  // for ids and x
   grid_dependency_launch();  // what follows may sort these ids meanwhile
   // In few rounds, numbers are fairer: blocks of one processor draw at the same time. A warp that is a
   // whole item ahead would have to know the item after next.
   const int most = min(T * TOP_K, E + T * TOP_K / 8) * BLOCKS;
-  const bool draws = UP_STAGES < chunks && FEW_ROUNDS * (int)gridDim.x < most;
+  const bool draws = STAGES < chunks && FEW_ROUNDS * (int)gridDim.x < most;
   u32 ticket = 0;
   if (draws && threadIdx.x == 0) ticket = atomicAdd(tickets, 1u);
   const Work work = sort_work(ids, T, E, (unsigned char*)(drawn + 2));
@@ -983,7 +983,7 @@ expert_gate_up_mma(const bf16* x,                // [T, K], 16-byte aligned rows
   };
   locate();
 #pragma unroll 1
-  for (int i = 0; i < UP_STAGES; i++) ring.start(i, weight + (u64)piece * bytes, there()), advance();
+  for (int i = 0; i < STAGES; i++) ring.start(i, weight + (u64)piece * bytes, there()), advance();
 
   // b: one chunk of this lane's row of x (rows of other lanes may be stale: nobody stores their sums).
   // row: where the next chunk begins, -1 for none; an int does for 128 rows.
@@ -1080,12 +1080,12 @@ expert_down_mma(const bf16* h,                // [T * TOP_K, width], 16-byte ali
   constexpr int bytes = 2 * DOWN_GROUPS * TILE_GROUP;
   int levels = 0;
   while ((1 << levels) < LEAVES) levels++;
-  float4* slots = (float4*)(memory + WARPS * DOWN_STAGES * bytes);
+  float4* slots = (float4*)(memory + WARPS * STAGES * bytes);
   float4* waiting = slots + P * 8;
   float4* beside_sums = waiting + levels * T * 8;
   u64* barriers = (u64*)(beside_sums + beside_parts * T * 8);
-  float* factors = (float*)(barriers + WARPS * DOWN_STAGES);
-  Ring<DOWN_STAGES> ring(memory + warp * DOWN_STAGES * bytes, barriers + warp * DOWN_STAGES, bytes);
+  float* factors = (float*)(barriers + WARPS * STAGES);
+  Ring<STAGES> ring(memory + warp * STAGES * bytes, barriers + warp * STAGES, bytes);
   const Work work = sort_work(ids, T, E, (unsigned char*)(factors + P));
 
   int put_leaf = 0, put_tile = warp, put_chunk = 0;
@@ -1103,7 +1103,7 @@ expert_down_mma(const bf16* h,                // [T * TOP_K, width], 16-byte ali
   };
   locate();
 #pragma unroll
-  for (int i = 0; i < DOWN_STAGES; i++) ring.start(i, weight + (u64)piece * bytes, there()), advance();
+  for (int i = 0; i < STAGES; i++) ring.start(i, weight + (u64)piece * bytes, there()), advance();
 #pragma unroll 1
   for (int p = threadIdx.x; p < P; p += THREADS) {
     const bool there = ids[p] >= 0 && ids[p] < E;

@@ -23,6 +23,7 @@ HEAD_STEPS = 8  # steps of one part that a warp of absorb_mma holds at most
 HEAD_ROWS = 16  # rows of a block of absorb_mma
 EXPERT_ROWS = 128  # rows of one launch over the experts
 DOWN_ROWS = (128, 64, 32, 16, 8)  # of one launch of expert_down_mma: the most that a block can hold
+EXPERT_STAGES = 2  # pieces of the experts' weights that a warp has in flight
 FEW_ROUNDS = 3  # of expert_gate_up_mma, in which a block's items go by its number
 MAX_PAIRS = 4096  # (row, expert) pairs of one launch: struct Work has 12 bits for them
 WHOLE = 8  # kB of weight that a warp may have in flight in one piece
@@ -266,18 +267,15 @@ class TensorMlp:
 
 
 @dataclass(frozen=True)
-class Depth:
-    """How much of the experts' weights is on its way: pieces a warp of gate and up, of down, and
-    blocks that a processor is to hold of each. As a string it is what configs/tiles.yaml says."""
+class Residents:
+    """Blocks of the experts' gate and up, and of their down, that a processor is to hold. As a
+    string it is what configs/tiles.yaml says."""
 
-    up: int = 2
+    up: int = 3
     down: int = 2
-    up_resident: int = 3
-    down_resident: int = 2
 
     def __str__(self) -> str:
-        blocks = f"{self.up_resident} and {self.down_resident}"
-        return f"pieces {self.up} and {self.down} blocks {blocks}"
+        return f"blocks {self.up} and {self.down}"
 
 
 @dataclass(frozen=True)
@@ -302,12 +300,11 @@ class TensorExperts:
     def parts(self) -> int:
         return parts_of(self.hidden)
 
-    def defines(self, top_k: int, depth: Depth) -> Defines:
+    def defines(self, top_k: int, residents: Residents) -> Defines:
         return (
-            ("UP_STAGES", depth.up),
+            ("STAGES", EXPERT_STAGES),
             ("FEW_ROUNDS", FEW_ROUNDS),
-            ("DOWN_STAGES", depth.down),
-            ("DOWN_RESIDENT", depth.down_resident),
+            ("DOWN_RESIDENT", residents.down),
             ("TOP_K", top_k),
             ("BLOCKS", self.width // 16),
             ("LEAVES", self.leaves),
@@ -326,12 +323,12 @@ class TensorExperts:
         pairs = rows * top_k
         return min(pairs, self.experts + pairs // 8) * (self.width // 16)
 
-    def up_shared_bytes(self, rows: int, top_k: int, depth: Depth) -> int:
-        rings = self.parts * depth.up * (576 * self.up_groups + 8) + 8
+    def up_shared_bytes(self, rows: int, top_k: int) -> int:
+        rings = self.parts * EXPERT_STAGES * (576 * self.up_groups + 8) + 8
         return rings + 2 * self.parts * 1024 + _work_bytes(self.experts, rows, top_k)
 
-    def down_shared_bytes(self, rows: int, top_k: int, depth: Depth, beside_parts: int = 0) -> int:
-        rings = WARPS * depth.down * (576 * self.down_groups + 8)
+    def down_shared_bytes(self, rows: int, top_k: int, beside_parts: int = 0) -> int:
+        rings = WARPS * EXPERT_STAGES * (576 * self.down_groups + 8)
         sums = top_k + (self.leaves - 1).bit_length() + beside_parts
         slots = rows * 128 * sums + 4 * rows * top_k
         return rings + slots + _work_bytes(self.experts, rows, top_k)
@@ -580,28 +577,26 @@ class TensorCoreKernels:
         )  # fmt: skip
         return out
 
-    def _depths(self, e: TensorExperts, rows: int, top_k: int):
-        """Every Depth for a launch over so many rows: they give the same bits."""
-        for up in sorted({2, 3, 4, e.chunks}):
-            need = e.up_shared_bytes(rows, top_k, Depth(up)) + RESERVED
-            most = self.launcher.limits.shared_bytes // need
-            for blocks in range(1, min(3, most if up > 2 else max(1, most)) + 1):
-                for of_down in (2, 3):
-                    yield Depth(up, up_resident=blocks, down_resident=of_down)
+    def _residents_of(self, e: TensorExperts, rows: int, top_k: int):
+        """Every choice of Residents for a launch over so many rows: they give the same bits."""
+        need = e.up_shared_bytes(rows, top_k) + RESERVED
+        for blocks in range(1, max(1, min(3, self.launcher.limits.shared_bytes // need)) + 1):
+            for of_down in (2, 3):
+                yield Residents(blocks, of_down)
 
-    def _depth(self, e: TensorExperts, rows: int, top_k: int) -> Depth:
+    def _residents(self, e: TensorExperts, rows: int, top_k: int) -> Residents:
         """The fastest, as measured, else as many blocks as there is room for."""
-        room, least = self.launcher.limits.shared_bytes, Depth()
-        up, down = e.up_shared_bytes(rows, top_k, least), e.down_shared_bytes(rows, top_k, least, 2)
+        room = self.launcher.limits.shared_bytes
+        up, down = e.up_shared_bytes(rows, top_k), e.down_shared_bytes(rows, top_k, 2)
 
-        def rule() -> Depth:
+        def rule() -> Residents:
             # Of one row, blocks of down find room beside those of gate and up, and fetch meanwhile.
             beside = rows == 1 and up + 2 * down + 3 * RESERVED <= room
             most = max(1, min(3, room // (up + RESERVED)))
-            return Depth(up_resident=most, down_resident=3 if beside else 2)
+            return Residents(most, 3 if beside else 2)
 
         product = f"experts {e.experts} of {e.width} x {e.hidden}, top {top_k}, leaves {e.leaves}"
-        return self.tiles.choose(product, rows, self._depths(e, rows, top_k), rule)
+        return self.tiles.choose(product, rows, self._residents_of(e, rows, top_k), rule)
 
     def _mma_experts(self, x, ids, weights, experts: TensorExperts, shared, hidden=None):
         """`moe` with packed experts, before ranks join."""
@@ -626,27 +621,27 @@ class TensorCoreKernels:
         for first in range(0, n, step):
             rows = slice(first, min(n, first + step))
             count = rows.stop - first
-            depth = self._depth(e, count, top_k)
-            blocks = min(e.most_items(count, top_k), depth.up_resident * limits.processors)
+            residents = self._residents(e, count, top_k)
+            blocks = min(e.most_items(count, top_k), residents.up * limits.processors)
             self._launch(
                 "experts_mma", "expert_gate_up_mma", (blocks,), x[rows], ids[rows], e.gate_up,
                 h[first * top_k :], e.tickets, count, e.experts, e.chunks,
-                shared_bytes=e.up_shared_bytes(count, top_k, depth),
-                defines=e.defines(top_k, depth), dependent=True,
+                shared_bytes=e.up_shared_bytes(count, top_k),
+                defines=e.defines(top_k, residents), dependent=True,
             )  # fmt: skip
-        needs = {r: e.down_shared_bytes(r, top_k, Depth(), of_down[2]) for r in DOWN_ROWS}
+        needs = {r: e.down_shared_bytes(r, top_k, of_down[2]) for r in DOWN_ROWS}
         fit = (r for r, need in needs.items() if need <= limits.shared_bytes)
         step = min(next(fit, DOWN_ROWS[-1]), most_rows)
         for first in range(0, n, step):
             rows = slice(first, min(n, first + step))
             count = rows.stop - first
-            depth = self._depth(e, count, top_k)
+            residents = self._residents(e, count, top_k)
             self._launch(
                 "experts_mma", "expert_down_mma", (e.hidden // 32,), h[first * top_k :], ids[rows],
                 weights[rows], e.down, sums[rows], beside[rows], down, out[rows], count,
                 e.experts, e.width, e.hidden, int(sums is not out), *of_down,
-                shared_bytes=e.down_shared_bytes(count, top_k, depth, of_down[2]),
-                defines=e.defines(top_k, depth), dependent=True,
+                shared_bytes=e.down_shared_bytes(count, top_k, of_down[2]),
+                defines=e.defines(top_k, residents), dependent=True,
             )  # fmt: skip
         return out
 
@@ -892,6 +887,6 @@ def mma_needs(model: config.Model, linear: bool, experts: bool, attention: bool)
             model.hidden_size, config.mlp_leaves(model, layer), up_groups=PIECE, down_groups=PIECE,
         )  # fmt: skip
         rows = min(EXPERT_ROWS, max(1, MAX_PAIRS // top_k))
-        needs["expert_gate_up_mma"] = packed.up_shared_bytes(rows, top_k, Depth())
-        needs["expert_down_mma"] = packed.down_shared_bytes(DOWN_ROWS[-1], top_k, Depth())
+        needs["expert_gate_up_mma"] = packed.up_shared_bytes(rows, top_k)
+        needs["expert_down_mma"] = packed.down_shared_bytes(DOWN_ROWS[-1], top_k)
     return needs

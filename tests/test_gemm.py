@@ -270,6 +270,32 @@ def test_experts(device: str, hidden, width, experts, top_k, leaves, shared, row
     assert error(together, want) <= ROUNDED
 
 
+def test_items_of_experts_by_number_and_by_ticket(device: str, monkeypatch) -> None:
+    """One round, a few of them, many: the same bits, and all tickets put back."""
+    # As many blocks as a device of so many processors would run; fewer may run at once.
+    rng, rows = np.random.default_rng(5), 3
+    routed, beside, x, ids, weights = experts_case(rng, 256, 64, 8, 3, 64, rows)
+    kernels = kernels_on(device)
+    packed = [kernels.prepare_mlp(*m, 1) for m in (routed, beside)]
+    sent, rounds, found = [kernels.launcher.upload(a) for a in (x, ids, weights)], [], []
+    launched = kernels._launch
+
+    def launch(section, kernel, grid, *args, **options):
+        if kernel == "expert_gate_up_mma":
+            rounds.append(-(-packed[0].most_items(rows, 3) // grid[0]))
+        launched(section, kernel, grid, *args, **options)
+
+    monkeypatch.setattr(kernels, "_launch", launch)
+    for processors in (1, 4, 40):
+        limits = dataclasses.replace(kernels.launcher.limits, processors=processors)
+        monkeypatch.setattr(kernels.launcher, "limits", limits)
+        kernels.tiles.chosen.clear()
+        found.append(bits(kernels.download(kernels.moe(*sent, *packed))))
+        assert not kernels.download(packed[0].tickets).any()
+    assert rounds[0] > ops_mma.FEW_ROUNDS >= rounds[1] > rounds[2] == 1, rounds
+    assert all(np.array_equal(y, found[0]) for y in found)
+
+
 @pytest.mark.parametrize("hidden, experts, leaves", [(2048, 21, 1), (64, 8, 2)])
 def test_router_and_shared_experts_as_one(device: str, hidden, experts, leaves) -> None:
     """R1 for the product of both, and for the shared expert's down among the routed ones and apart

@@ -27,11 +27,10 @@ LATENT = ops_mma.AttentionShape(key=576, value=512, leaf=64, span=4, apart=False
 EXPERTS = ops_mma.TensorExperts(
     None, None, None, experts=384, width=256, hidden=7168, leaves=1, up_groups=4, down_groups=4
 )
-DEPTH = ops_mma.Depth()
 HEADS = [ops_mma.TensorHeads(None, 8, *sizes) for sizes in ((512, 128), (128, 512))]
 VARIANTS = {
     "tokens": [ops.TOKEN_DEFINES],
-    "experts_mma": [EXPERTS.defines(8, DEPTH), EXPERTS.defines(8, ops_mma.Depth(down_resident=3))],
+    "experts_mma": [EXPERTS.defines(8, ops_mma.Residents(down=n)) for n in (2, 3)],
     "absorb_mma": [h.defines for h in HEADS],
     "route": [(("PER_THREAD", 2),)],
     "embed": [(("TABLE", t),) for t in ops.TYPES.values()],
@@ -51,8 +50,8 @@ DYNAMIC = {  # shared bytes that ops.py asks for, by kernel or kernel and define
     "latent_query": ops.SHARED_BYTES["latent_query"](nope=128),
     "block_inputs": ops.SHARED_BYTES["block_inputs"](128),
     "put_context": ops.SHARED_BYTES["put_context"](128),
-    "expert_gate_up_mma": EXPERTS.up_shared_bytes(rows=128, top_k=8, depth=DEPTH),
-    "expert_down_mma": EXPERTS.down_shared_bytes(rows=32, top_k=8, depth=DEPTH),
+    "expert_gate_up_mma": EXPERTS.up_shared_bytes(rows=128, top_k=8),
+    "expert_down_mma": EXPERTS.down_shared_bytes(rows=32, top_k=8),
     "route": ops.SHARED_BYTES["route"](experts=384, top_k=8),
     "sort_pairs": ops.SHARED_BYTES["sort_pairs"](),
     "log_softmax_top": ops.SHARED_BYTES["log_softmax_top"](k=64),

@@ -117,14 +117,14 @@ def ways_of(kernels, product: str, rows: int):
         pieces = (hidden // ops_mma.parts_of(hidden), width // leaves)
         groups = [ops_mma._piece(columns // ops_mma.STEP) for columns in pieces]
         packed = ops_mma.TensorExperts(None, None, None, experts, width, hidden, leaves, *groups)
-        return kernels._depths(packed, rows, top_k)
+        return kernels._residents_of(packed, rows, top_k)
     out, k, by, parts, least, most = (*found, 1, 1)[:6]
     data = SimpleNamespace(size=launchers.ceil(out, by) * by * k * 2)
     weight = ops_mma.TensorMatrix(data, out, k, 1, False, by // 16)
     return kernels._all_cuts(rows, weight, parts, least, most)
 
 
-def test_every_depth_of_experts_gives_the_same_bits(kernels) -> None:
+def test_every_number_of_experts_blocks_gives_the_same_bits(kernels) -> None:
     """As many blocks as a processor may hold; few rows and many."""
     rng = np.random.default_rng(3)
     routed, beside, x, ids, weights = experts_case(rng, 384, 64, 8, 3, 64, 9)
@@ -132,12 +132,12 @@ def test_every_depth_of_experts_gives_the_same_bits(kernels) -> None:
     for rows in (1, 9):
         sent = [kernels.launcher.upload(a[:rows].copy()) for a in (x, ids, weights)]
         product = "experts 8 of 64 x 384, top 3, leaves 1"
-        depths, found = list(kernels._depths(packed[0], rows, 3)), []
-        rule = kernels._depth(packed[0], rows, 3)
-        assert rule in depths and len(depths) > 2
-        assert len(list(ways_of(kernels, product, rows))) == len(depths)
-        for depth in depths:
-            kernels.tiles.chosen[product, rows] = depth
+        ways, found = list(kernels._residents_of(packed[0], rows, 3)), []
+        rule = kernels._residents(packed[0], rows, 3)
+        assert rule in ways and len(ways) > 2
+        assert len(list(ways_of(kernels, product, rows))) == len(ways)
+        for way in ways:
+            kernels.tiles.chosen[product, rows] = way
             found.append(bits(kernels.download(kernels.moe(*sent, *packed))))
         assert all(np.array_equal(y, found[0]) for y in found)
 
