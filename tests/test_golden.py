@@ -215,7 +215,8 @@ def test_chain_and_trees_equal_plain_decoding(name, kind):
     prompts, plain = b.prompts[chosen], b.plain[chosen]
     engine = toy.engine_of(GOLDENS / name)
     toy.plug(engine, kind, prompts, plain, block=BLOCK)
-    for mode, budget in [("ar", 1), ("chain", 1), *(("tree", n) for n in BUDGETS)]:
+    budgets = BUDGETS if kind == "perfect" else BUDGETS[1::2]
+    for mode, budget in [("ar", 1), ("chain", 1), *(("tree", n) for n in budgets)]:
         results = toy.decode(engine, prompts, mode, budget)
         toy.assert_same_results(results, plain)
         assert_steps(results, kind, {"ar": 1, "chain": BLOCK}.get(mode, min(budget, BLOCK)))

@@ -214,7 +214,8 @@ def test_recorded_rounds_on_two_ranks(worlds, tmp_path):
     params = SamplingParams(max_tokens=5, temperature=1.0, seed=5, ignore_eos=True)
     got = []
     for comm in (None, worlds(2)):
-        engine = engine_of(tmp_path, comm, drafter=True, device="emulate", batch=2)
+        kernels = {"device": "emulate", "activation": "bfloat16"}
+        engine = engine_of(tmp_path, comm, drafter=True, batch=2, **kernels)
         engine.use("tree", 4)
         got.append(engine.generate(["hello", "b"], params, keep_logits=True))
         assert engine.rounds.graphs
@@ -232,11 +233,10 @@ def test_budgets_are_rank_0s(worlds, tmp_path, monkeypatch, device):
     toy.write_checkpoint(tmp_path, drafter={})
     n = 24 if device == "cpu" else 7
     params = SamplingParams(max_tokens=n, temperature=1.0, seed=5, ignore_eos=True)
-    plain = engine_of(tmp_path, drafter=True)
-    if device == "emulate":
-        plain = engine_of(tmp_path, drafter=True, device=device, batch=2)
+    of = {"device": device, "activation": "bfloat16" if device == "emulate" else "float32"}
+    plain = engine_of(tmp_path, drafter=True, batch=2, **of)
     expected = plain.generate(["hello", "b"], params, keep_logits=True)
-    engine = engine_of(tmp_path, worlds(2), drafter=True, device=device, batch=2)
+    engine = engine_of(tmp_path, worlds(2), drafter=True, batch=2, **of)
     engine.use("tree", "auto")
     monkeypatch.setattr(budget, "CLOSE", -1.0)  # none is left out
     toy.assert_same_results(engine.generate(["hello", "b"], params, keep_logits=True), expected)
