@@ -418,12 +418,17 @@ def fold_leaves(
     folded (sum, value); `first` is the absolute index of leaf 0.
     """
     top = maxima.max(1, keepdims=True)
-    with np.errstate(invalid="ignore"):
-        exponent = np.maximum(maxima - top, -200.0)
-    exponent = np.where(np.isneginf(maxima), -200, exponent)
-    factor = np.ldexp(np.float32(1), np.nan_to_num(exponent).astype(np.int32))
-    factor[exponent < -126] = 0  # flush as the kernels do
-    factor[np.isnan(maxima)] = np.nan
+    if np.isfinite(maxima).all():
+        exponent = maxima - top
+        exponent[exponent < -126] = -200  # flush as the kernels do
+        factor = np.ldexp(np.float32(1), exponent.astype(np.int32))
+    else:
+        with np.errstate(invalid="ignore"):
+            exponent = np.maximum(maxima - top, -200.0)
+        exponent = np.where(np.isneginf(maxima), -200, exponent)
+        factor = np.ldexp(np.float32(1), np.nan_to_num(exponent).astype(np.int32))
+        factor[exponent < -126] = 0
+        factor[np.isnan(maxima)] = np.nan
     total_sum = total_value = None
     leaf = 0
     while leaf < maxima.shape[1]:
@@ -945,7 +950,7 @@ class ReferenceOps:
         if visible is not None:
             scores = np.where(visible, scores, np.float32(-np.inf))
         maxima = np.ceil(scores.max(-1))
-        base = np.where(np.isneginf(maxima), np.float32(0), maxima)  # no visible key: p = 0
+        base = np.where(maxima == -np.inf, np.float32(0), maxima)  # no visible key: p = 0
         return maxima, self.round(np.exp2(scores - base[..., None]))
 
     def top_log_probs(self, logits, k: int) -> tuple[np.ndarray, np.ndarray]:
