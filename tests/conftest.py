@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(items) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what was imported and collected stays: no need to look at it again and again
-    gc.set_threshold(50_000)
+    gc.set_threshold(10_000, 5, 5)
 
 
 def pytest_runtest_logreport(report) -> None:

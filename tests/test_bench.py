@@ -31,7 +31,9 @@ def house(tmp_path_factory):
     longer = {"max_position_embeddings": 256}
     toy.write_checkpoint(directory / "toy", drafter=longer, **longer)
     (directory / "toy.yaml").write_text(YAML)
-    (directory / "fixed.yaml").write_text(YAML.replace("budget: auto", "budget: 4"))
+    fixed = YAML.replace("budget: auto", "budget: 4")
+    (directory / "fixed.yaml").write_text(fixed)
+    (directory / "emulated.yaml").write_text("kernels: {activation: bfloat16}\n" + fixed)
     return directory
 
 
@@ -190,12 +192,14 @@ def test_what_is_not_asked_for(what, expected, monkeypatch):
 
 @pytest.mark.parametrize("device, more", (("cpu", ["auto"]), ("emulate", [])))
 def test_a_step_in_parts(device, more, house, monkeypatch, capsys):
+    file = "fixed.yaml"
     if device == "emulate":
         if isinstance(launcher(device), str):
             pytest.skip(launcher(device))  # its text says what the emulator lacks
+        file = "emulated.yaml"
         monkeypatch.setattr(bench_step, "REPEATS", 1)
         monkeypatch.setattr(bench_step, "SCRIPTS", bench_step.SCRIPTS[::3])
-    argv = ["step", "--config", str(house / "fixed.yaml"), "--device", device, "--contexts", "20",
+    argv = ["step", "--config", str(house / file), "--device", device, "--contexts", "20",
             "--max-tokens", "9", "--budgets", "8", *more, "--repeats", "1"]  # fmt: skip
     assert bench.main(argv) == 0
     head, _, *lines = capsys.readouterr().out.splitlines()

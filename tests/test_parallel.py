@@ -141,7 +141,7 @@ def test_goldens_keep_their_ids_and_bits(worlds, name, size):
         toy.decode(engine, prompts[SOME], "tree", 7, max_tokens=ids.shape[1]), greedy[SOME]
     )
     toy.plug(engine, "mixed", prompts[SOME], sampled)
-    for mode in ("ar", "tree"):
+    for mode in ("ar", "tree") if size == 2 else ("tree",):
         results = toy.decode(engine, prompts[SOME], mode, 7, max_tokens=12, **SAMPLED)
         toy.assert_same_results(results, sampled)
 
