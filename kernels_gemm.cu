@@ -591,7 +591,8 @@ DEVICE void wide_mma(const bf16* x, const unsigned char* weight, void* y, const 
 }
 
 // weight: of pack_dense, 16-byte aligned.
-// Names: wide_mma_MW_NT_WK; -DSTAGES_MW_NT_WK, -DRESIDENT_MW_NT_WK blocks a multiprocessor.
+// Names: wide_mma_MW_NT_WK; -DSTAGES_MW_NT_WK, -DRESIDENT_MW_NT_WK blocks a multiprocessor. Those that
+// no launch of this device has room for have no -D, and are left out.
 #define WIDE(MW, NT, WK)                                                                           \
   extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_##MW##_##NT##_##WK)               \
   wide_mma_##MW##_##NT##_##WK(const bf16* x, const unsigned char* weight, void* y, float4* between, \
@@ -602,11 +603,21 @@ DEVICE void wide_mma(const bf16* x, const unsigned char* weight, void* y, const 
                          part_steps, early, form,   y_stride, apart, between, arrived};            \
     wide_mma<MW, NT, WK, STAGES_##MW##_##NT##_##WK>(x, weight, y, s);                              \
   }
+#ifdef STAGES_2_2_2
 WIDE(2, 2, 2)
+#endif
+#ifdef STAGES_5_2_2
 WIDE(5, 2, 2)
+#endif
+#ifdef STAGES_2_4_2
 WIDE(2, 4, 2)
+#endif
+#ifdef STAGES_5_4_2
 WIDE(5, 4, 2)
+#endif
+#ifdef STAGES_4_4_1
 WIDE(4, 4, 1)
+#endif
 
 // ==== absorb_mma ====
 

@@ -4,6 +4,7 @@ in how many blocks. A part of `ops.CudaOps`, whose launches and checks these use
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -147,13 +148,14 @@ LINEAR_DEFINES: Defines = (
 )  # fmt: skip
 
 
-# -D of the section of many rows.
-WIDE_DEFINES: Defines = (
-    ("STEPS", WIDE_STEPS),
-    ("SILU_MUL", SILU_MUL),
-    *((f"{name.upper()}_{t.name}", getattr(t, name))
-      for t in WIDE_VARIANTS for name in ("stages", "resident")),
-)  # fmt: skip
+@functools.cache
+def wide_defines(room: int) -> Defines:
+    """-D of the section of many rows: of the variants that some launch has room for, in so many
+    shared bytes of a block."""
+    tiles = [t for t in WIDE_VARIANTS if t.shared_bytes(own=1) + WIDE_STATIC <= room]
+    numbers = ((f"{name.upper()}_{t.name}", getattr(t, name))
+               for t in tiles for name in ("stages", "resident"))  # fmt: skip
+    return (("STEPS", WIDE_STEPS), ("SILU_MUL", SILU_MUL), *numbers)
 
 
 def linear_shared_bytes(tile: Tile, piece: int, own: int, places: int = LINEAR_STAGES) -> int:
@@ -542,7 +544,8 @@ class TensorCoreKernels:
             self.arrived, form, stride, apart, len(x), outputs, weight.in_features, weight.blocks,
             weight.wide, steps, cut.own, steps // parts,
             int(across * down * z <= self.launcher.limits.processors),
-            shared_bytes=cut.shared_bytes, defines=WIDE_DEFINES, dependent=True,
+            shared_bytes=cut.shared_bytes, defines=wide_defines(self.launcher.limits.shared_bytes),
+            dependent=True,
         )  # fmt: skip
 
     def _mma_gate_up(self, op: str, x, weight: TensorMlp):

@@ -132,7 +132,7 @@ def test_every_section_compiles(architecture: str, activation: str, capsys) -> N
         if section == "linear_mma":
             variants = [ops_mma.LINEAR_DEFINES]
         if section == "wide_mma":
-            variants = [ops_mma.WIDE_DEFINES]
+            variants = [ops_mma.wide_defines(ARCHITECTURES[architecture])]
         if section == "rms_norm" and architecture != "sm_80":
             variants = [*variants, ops.norm_defines(7168, clusters=True)]
         if section == "attention_mma":
