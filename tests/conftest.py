@@ -2,6 +2,7 @@
 
 pytest                    cpu, and emulate where a host compiler is found
 pytest -m gpu             the same tests on an NVIDIA GPU; writes tests/gpu_report.json
+pytest --architectures    device code is also compiled for those that a plain run leaves out
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ ON_GPU = ("device", "gpu")
 _ran: list[tuple[str, str, float]] = []  # node id, outcome, seconds of every test on a GPU
 _started = time.time()
 LONGEST = (
-    "kernels_compile", "rounds", "parallel", "devices", "scheduling", "golden", "engine", "peers",
-    "ops",
+    "parallel", "rounds", "devices", "kernels_compile", "engine", "golden", "ops", "peers",
+    "scheduling", "gemm",
 )  # fmt: skip
 
 
@@ -77,6 +78,10 @@ def device(request) -> str:
 @pytest.fixture(params=("float32", "bfloat16"))
 def backend(device, request) -> Backend:
     return backend_of(device, request.param)
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--architectures", action="store_true", help="compile for every architecture")
 
 
 def pytest_configure(config) -> None:
