@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections import Counter
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import config
 from budget import Auto, Choice, Costs, accepted, bare, choices, claimed, cut
 from config import UserError
 from sampling import SamplingParams
-from spec_decode import build_tree
+from spec_decode import Tree, build_tree
 from tests import toy
 
 DEPTH = 4
@@ -295,6 +296,22 @@ def seconds(ms: dict, choice: Choice) -> float:
     return ms[choice.budget] + (ms[more] if choice.scored else 0.0)
 
 
+@functools.cache
+def shape_of(log_probs: bytes) -> Tree:
+    """The tree over candidates that are called by their place."""
+    added = np.frombuffer(log_probs, np.float32).reshape(BLOCK, -1)
+    places = np.tile(np.arange(added.shape[1], dtype=np.int32), (BLOCK, 1))
+    return build_tree(0, places, added, 32)
+
+
+def tree_of(root: int, ids: np.ndarray, log_probs: np.ndarray) -> Tree:
+    """build_tree, once for equal distributions: of equal scores the first place comes first."""
+    shape = shape_of(log_probs.tobytes())
+    token_ids = ids[shape.depth - 1, shape.token_ids]
+    token_ids[0] = root
+    return dataclasses.replace(shape, token_ids=token_ids)
+
+
 class Play:
     """A text and its drafts, of so good a quality at each position (bench_step.Script)."""
 
@@ -313,7 +330,7 @@ class Play:
         self.trees = []
         for i in range(self.n):
             drafted = slice(i + 1, i + 1 + BLOCK)
-            self.trees.append(build_tree(right[i], ids[drafted], log_probs[drafted], 32))
+            self.trees.append(tree_of(right[i], ids[drafted], log_probs[drafted]))
         of = choices(BLOCK, 32)
         self.got = {c.budget: [] for c in of}
         for i, tree in enumerate(self.trees):
