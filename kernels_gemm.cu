@@ -941,7 +941,8 @@ DEVICE Work sort_work(const int* ids, int T, int E, unsigned char* memory) {
 // h[pair] = SiLU(gate) * up, rounded. An item is a tile of pairs times 16 columns of h; its K falls in
 // PARTS parts, one a warp, joined pairwise. A part adds its groups ascending. grid: the items shared out,
 // by the blocks' numbers; in more than FEW_ROUNDS all but a block's first by tickets, for processors differ
-// in how fast they read. shared: rings, then [2, PARTS, 2, 32] float4 sums (two items in turn), barriers, two tickets, work.
+// in how fast they read. shared: rings, then [2, PARTS, 2, 32] float4 sums (two items in turn), barriers,
+// two tickets, work.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int RESIDENT = 3;  // blocks a multiprocessor; elsewhere shared memory allows less
 #else
