@@ -7,13 +7,15 @@ every choice: all are judged by the same evidence, and none has to be tried for 
 drafts nothing; for it to notice that drafts would pay, some of its rounds are `watched`: they
 draft, and verify the root alone. A small draft takes less than the large tree that is evidence;
 where rounds are recorded and the difference matters, many are `bare`: they say how far their own
-walk gets, and others are taken to get as many times as far as before.
+walk gets, and by the factor that this is off, what is expected of all other choices is off, too.
 
 Regret, in seconds against the best fixed choice, with costs as measured:
-- Evidence takes at most LEARNING of the time, and LESSONS rounds once, of either kind.
+- Evidence takes at most LEARNING of the time, and LESSONS rounds once, of plain decoding and of
+  drafts each; but for the first drafts of a kind, and where bare rounds are not recorded yet.
 - Evidence fades by KEPT a draft. A choice that was better by g tokens a draft and is worse by h
   since the text has changed is left once ln(1 + g / h) / (1 - KEPT) drafts have been seen. That
-  costs less than what g gains in 1 / (1 - KEPT) drafts, however large h is.
+  costs less than what g gains in 1 / (1 - KEPT) drafts, however large h is. Beside plain decoding,
+  drafts are seen as often as they are watched.
 - A text begins with what others of its kind have shown, which weighs as much as PRIOR drafts.
 - Drafts give way to plain decoding when they lose by more than the evidence may be wrong by.
 Nothing here can change a token.
@@ -21,7 +23,7 @@ Nothing here can change a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -30,7 +32,8 @@ import numpy as np
 
 from spec_decode import Tree
 
-NODES = tuple(sorted(n for e in range(1, 11) for n in (2**e, 3 * 2 ** (e - 1)) if n not in (3, 6)))
+# Of a tree: powers of two, and from 8 on what is halfway between them.
+NODES = (2, 4, *(n for e in range(3, 11) for n in (2**e, 3 * 2 ** (e - 1))))
 KEPT = 0.95  # of evidence, a text's or all texts', after a draft
 PRIOR = 5.0  # drafts of a text that weigh as much as all texts, and of these as that all is equal
 UNSURE = 0.5  # standard errors by which drafts may lose to plain decoding and be kept
@@ -41,6 +44,11 @@ TURNS = 4  # of every choice when they are measured; the shortest counts
 CLOSE = 0.03  # of its seconds: a choice that takes so little less than a larger one is left out
 TINY = 1e-9  # tokens
 MOST_LEFT = 256  # tokens to come of a text, as far as recording another round is concerned
+# Of a round's seconds (Costs.saw):
+HITCH = 2.0  # times as many as expected, or as few, that are believed at most
+FRESH = 4  # rounds after a change of choice that tell of the choice; later ones, of the machine
+MEASURED = 20  # rounds that a measurement weighs as, and that a choice's ratio is the mean of
+PACE_FRESH, PACE_LATER = 0.05, 0.2  # of what such rounds are off by: the machine's
 
 
 class Choice(NamedTuple):
@@ -167,14 +175,16 @@ class Costs:
 
     def saw(self, choice: Choice, b: int, seconds: float) -> None:
         """A round ran. Right after a change, other seconds than expected are the choice's; later
-        they are the machine's, or the context's."""
+        they are the machine's, or the context's. Both go by logarithms: means of factors."""
         if choice not in self.measured or seconds <= 0:
             return
         self.steady = self.steady + 1 if self.last == (choice, b) else 0
         self.last = choice, b
-        now, seen = self.of(choice, b), self.seen.get((choice, b), 20 if b == 1 else 0)
-        off = min(max(seconds / now, 0.5), 2.0)
-        mine, pace = (0.0, 0.2) if self.steady > 3 else (1 / (2 + min(seen, 20)), 0.05)
+        now, seen = self.of(choice, b), self.seen.get((choice, b), MEASURED if b == 1 else 0)
+        off = min(max(seconds / now, 1 / HITCH), HITCH)
+        mine, pace = 0.0, PACE_LATER
+        if self.steady < FRESH:
+            mine, pace = 1 / (2 + min(seen, MEASURED)), PACE_FRESH
         self.seen[choice, b] = seen + 1
         ratio = now / self.expected(choice, b) / self.pace * off**mine
         self.ratio[choice, b] = self.nearest[choice.mode == "ar", b] = ratio
@@ -230,7 +240,7 @@ class Auto:
         self.saved = {True: 0.0, False: 0.0}  # seconds for evidence of plain decoding, of drafts
         self.quiet, self.gap = 0, 1  # plain rounds since a watched one, and until the next
 
-    def offer(self, of: Sequence[Choice]) -> None:
+    def offer(self, of: Iterable[Choice]) -> None:
         """Choose among these from now on; what was known of others is forgotten."""
         self.choices = tuple(of)
         self.watched = Choice("ar", 1, self.choices[-1].scored)
@@ -259,14 +269,18 @@ class Auto:
         for choice in [self.watched] * 2 + [*names, self.watched] * (TURNS - 2):
             if not time(choice):
                 return
-        scoring = {}
         if recorded:  # the chain first: where its evidence takes little, that of all does
             for choice in sorted(names[1:], key=lambda c: c.mode != "chain"):
                 if not all(time(bare(choice)) for _ in range(TURNS)):
                     return
-                if (more := took[choice] - took[bare(choice)]) <= LEARNING * took[choice]:
+                if took[choice] - took[bare(choice)] <= LEARNING * took[choice]:
                     break
-                scoring[choice] = more
+        self.take(took, recorded)
+
+    def take(self, took: dict[Choice, float], recorded: bool) -> None:
+        """Choose by these seconds of one sequence: of choices, of watched and of bare rounds."""
+        names = [c for c in self.choices if c in took]
+        more = {c: took[c] - took[bare(c)] for c in names[1:] if bare(c) in took}
         # Fewer rows take no longer: what says so was held up.
         best = np.minimum.accumulate([took[c] for c in names][::-1])[::-1].tolist()
         self.extra = max(took[self.watched] - best[0], 0.0)
@@ -279,7 +293,8 @@ class Auto:
         self.offer(names[i] for i in kept)
         seconds = np.array(best)[kept]
         self.worth, self.narrows = seconds / seconds[0], not recorded
-        self.scoring = {c: scoring[c] for c in self.choices if c in scoring}
+        rationed = {c: price for c, price in more.items() if price > LEARNING * took[c]}
+        self.scoring = {c: price for c, price in rationed.items() if c in self.choices}
         self.saved[False] = LESSONS * max(self.scoring.values(), default=0.0)
         self.costs = Costs(dict(zip(self.choices, seconds.tolist(), strict=True)))
         self.measured = True
@@ -287,7 +302,8 @@ class Auto:
     # -- the choice
 
     def known(self, sequence) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens that drafts of this text are expected to add, and the squared error [choices]."""
+        """Tokens that drafts of this text are expected to add, and the squared error [choices]: a
+        count's variance is about its mean, and n drafts were seen; one more of each for none."""
         kind, text = self.kinds[sequence.params.greedy], self.texts.get(sequence)
         mean, n = kind.mean(np.minimum(self.worth - 1, self.depth)), min(PRIOR, kind.n)
         if text is not None:
@@ -311,14 +327,15 @@ class Auto:
         if not self.measured or not all(self.kinds[s.params.greedy].n for s in sequences):
             return next((c for c in self.choices if c.mode == "chain"), self.choices[-1])
         b, before = len(sequences), before or {}
+        # Where a bare round would have to be recorded first, evidence is not paid for.
         scoring = {c: more for c, more in self.scoring.items() if bare(c) not in before}
         seconds = self.seconds(b) - np.array([scoring.get(c, 0.0) for c in self.choices])
         left = sum(min(s.rule.max_tokens - s.n_emitted, MOST_LEFT) for s in sequences)
-        extra = np.array([before.get(c, 0.0) for c in self.choices])
-        extra[1:][[b * c.budget > self.rows for c in self.choices[1:]]] = np.inf
+        recording = np.array([before.get(c, 0.0) for c in self.choices])
+        recording[1:][[b * c.budget > self.rows for c in self.choices[1:]]] = np.inf
         gain, unsure = self.gain(sequences)
         # A round takes as long where fewer tokens are left than it would add.
-        took, hoped = (np.maximum(left / g, 1) * seconds + extra for g in (gain, gain + unsure))
+        took, hoped = (np.maximum(left / g, 1) * seconds + recording for g in (gain, gain + unsure))
         draft = 1 + int(np.argmin(took[1:]))
         if hoped[draft] < took[0]:
             self.quiet, self.gap = 0, 1
