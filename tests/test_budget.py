@@ -115,8 +115,9 @@ class TestCosts:
         for _ in range(40):  # all has become slower: little is learned of this choice
             costs.saw(tree, 1, 2 * 4.4)
         assert costs.of(tree, 1) == pytest.approx(2 * 4.4, rel=0.05)
-        # The first four rounds are taken for the choice's own, each for 1 / 22 of what it is off.
-        assert 4 <= costs.of(tree, 1) / costs.of(plain, 1) <= 4 * 2 ** (4 / 22)
+        # The first few rounds are taken for the choice's own, each for so much of what it is off.
+        own = budget.FRESH / (2 + budget.MEASURED)
+        assert 4 <= costs.of(tree, 1) / costs.of(plain, 1) <= 4 * 2**own
 
     def test_a_hitch_is_not_believed(self):
         costs = self.costs()
@@ -287,7 +288,7 @@ MS = {  # of a round of so many nodes
 
 
 def rationed(ms: dict) -> bool:
-    """Whether evidence takes so much that few drafts are: what they are worth is seen later."""
+    """Whether evidence takes so much that few drafts are: a change is seen later."""
     return ms[SCORED] > budget.LEARNING * ms[BLOCK + 1]
 
 
@@ -361,7 +362,8 @@ class Play:
                 choice = auto.narrow([text], [tree])
             took, got = seconds(ms, choice), self.got[choice.budget][at]
             total += took
-            spent["evidence"] += took - ms[choice.budget]
+            spent[choice.mode == "ar"] += took
+            spent["evidence", choice.mode == "ar"] += took - ms[choice.budget]
             flight.append((choice, took, got, [tree] if choice.scored else None))
             at += got
             if len(flight) > 1 - auto.narrows:
@@ -401,6 +403,11 @@ def kinds() -> list[list[Play]]:
     return [[Play(np.full(263, q), seed) for seed in range(12)] for q in qualities]
 
 
+@functools.cache
+def bursts(n: int) -> list[Play]:
+    return [Play(np.where(np.arange(1200) // n % 2, 0.95, 0.2), seed) for seed in range(8)]
+
+
 def halves(first: float, then: float, n: int = 300) -> np.ndarray:
     return np.repeat([first, then], n)
 
@@ -414,9 +421,14 @@ class TestRegret:
 
     @pytest.mark.parametrize("quality", (0.0, 1.0))
     def test_evidence_is_paid_out_of_its_share(self, ms, quality):
+        """Of plain decoding, and of drafts: but for the first, of which nothing is known, and the
+        one that was launched behind it."""
         _, spent = regret([Play(np.full(600, quality), seed) for seed in (1, 2)], ms)
-        allowed = budget.LEARNING * spent["total"] + budget.LESSONS * ms[WATCHED]
-        assert (ms[SCORED] if quality else 0) <= spent["evidence"] <= allowed
+        for plain, price, free in ((True, ms[WATCHED], 0), (False, ms[SCORED], 2)):
+            allowed = budget.LEARNING * spent[plain] + (budget.LESSONS + free) * price
+            assert spent["evidence", plain] <= allowed + 1e-9
+        assert spent["evidence", True] > 0 or quality
+        assert spent["evidence", False] >= ms[SCORED]
 
     @pytest.mark.parametrize("first, then", ((0.0, 0.95), (0.95, 0.0), (0.2, 0.9)))
     def test_of_a_text_that_changes(self, ms, first, then):
@@ -431,13 +443,13 @@ class TestRegret:
 
     def test_of_texts_that_differ(self, ms):
         plays = [Play(np.full(200, q), i) for i, q in enumerate((0.95, 0.1, 0.95, 0.1, 0.95, 0.1))]
-        assert regret(plays, ms)[0] < (0.05 if rationed(ms) else 0)
+        assert regret(plays, ms)[0] < 0
 
     @pytest.mark.parametrize("n", (20, 60))
     def test_of_bursts(self, ms, n):
-        """The worst are as long as evidence is kept."""
-        quality = np.where(np.arange(1200) // n % 2, 0.95, 0.2)
-        assert regret([Play(quality, 0)], ms)[0] <= (0.15 if rationed(ms) else 0.1)
+        """The worst are as long as evidence is kept. Eight texts: where evidence is rationed, one
+        alone varies with its seed by 7 % (a standard deviation)."""
+        assert regret(bursts(n), ms)[0] <= (0.15 if rationed(ms) else 0.1)
 
 
 @pytest.mark.parametrize("n", (64, 256))
