@@ -26,6 +26,8 @@ EXPERT_ROWS = 128  # rows of one launch over the experts
 DOWN_ROWS = (128, 64, 32, 16, 8)  # of one launch of expert_down_mma: the most that a block can hold
 EXPERT_STAGES = 2  # pieces of the experts' weights that a warp has in flight
 FEW_ROUNDS = 3  # of expert_gate_up_mma, in which a block's items go by its number
+UP_RESIDENT = 3  # blocks of it that a processor holds at most: RESIDENT of its launch bounds
+DOWN_RESIDENTS = (2, 3)  # blocks of expert_down_mma that a processor may be to hold
 MAX_PAIRS = 4096  # (row, expert) pairs of one launch: struct Work has 12 bits for them
 WHOLE = 8  # kB of weight that a warp may have in flight in one piece
 SHARES = (1, 2, 4, 8)  # of K, in blocks of their own, or of the warps of a block
@@ -273,8 +275,8 @@ class Residents:
     """Blocks of the experts' gate and up, and of their down, that a processor is to hold. As a
     string it is what configs/tiles.yaml says."""
 
-    up: int = 3
-    down: int = 2
+    up: int
+    down: int
 
     def __str__(self) -> str:
         return f"blocks {self.up} and {self.down}"
@@ -582,10 +584,14 @@ class TensorCoreKernels:
 
     def _residents_of(self, e: TensorExperts, rows: int, top_k: int):
         """Every choice of Residents for a launch over so many rows: they give the same bits."""
+        for up in range(1, self._most_up(e, rows, top_k) + 1):
+            for down in DOWN_RESIDENTS:
+                yield Residents(up, down)
+
+    def _most_up(self, e: TensorExperts, rows: int, top_k: int) -> int:
+        """Blocks of gate and up that a processor has room for."""
         need = e.up_shared_bytes(rows, top_k) + RESERVED
-        for blocks in range(1, max(1, min(3, self.launcher.limits.shared_bytes // need)) + 1):
-            for of_down in (2, 3):
-                yield Residents(blocks, of_down)
+        return max(1, min(UP_RESIDENT, self.launcher.limits.shared_bytes // need))
 
     def _residents(self, e: TensorExperts, rows: int, top_k: int) -> Residents:
         """The fastest, as measured, else as many blocks as there is room for."""
@@ -595,8 +601,7 @@ class TensorCoreKernels:
         def rule() -> Residents:
             # Of one row, blocks of down find room beside those of gate and up, and fetch meanwhile.
             beside = rows == 1 and up + 2 * down + 3 * RESERVED <= room
-            most = max(1, min(3, room // (up + RESERVED)))
-            return Residents(most, 3 if beside else 2)
+            return Residents(self._most_up(e, rows, top_k), DOWN_RESIDENTS[1 if beside else 0])
 
         product = f"experts {e.experts} of {e.width} x {e.hidden}, top {top_k}, leaves {e.leaves}"
         return self.tiles.choose(product, rows, self._residents_of(e, rows, top_k), rule)

@@ -31,7 +31,7 @@ EXPERTS = ops_mma.TensorExperts(
 HEADS = [ops_mma.TensorHeads(None, 8, *sizes) for sizes in ((512, 128), (128, 512))]
 VARIANTS = {
     "tokens": [ops.TOKEN_DEFINES],
-    "experts_mma": [EXPERTS.defines(8, ops_mma.Residents(down=n)) for n in (2, 3)],
+    "experts_mma": [EXPERTS.defines(8, ops_mma.Residents(3, n)) for n in ops_mma.DOWN_RESIDENTS],
     "absorb_mma": [h.defines for h in HEADS],
     "route": [(("PER_THREAD", 2),)],
     "embed": [(("TABLE", t),) for t in ops.TYPES.values()],
