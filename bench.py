@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--prompts", type=int, default=100, help="of acceptance: so many of the file")
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="of acceptance")
     add("--temperature", type=float, default=1.0, help="of step (%(default)s)")
-    add("--contexts", type=int, nargs="+", help="tokens of the prompt: of step 1000, prefill 1024")
+    add("--contexts", type=int, nargs="+", help="tokens of the prompt: of step 1000, prefill 4096")
     add("--seeds", type=int, default=1, help="of acceptance, for each sampled prompt")
     add("--batch", type=int, default=8, help="of acceptance: sequences decoded together")
     add("--op", nargs="+", help="of ops: only those whose name has one of these words")
