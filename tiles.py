@@ -1,15 +1,16 @@
 """Which of the launches that give a product's bits is the fastest: configs/tiles.yaml, which
 `python bench.py --tune` writes, and a rule for what it does not say.
 
-The file is a table: device -> product -> T -> choice and its time. A file that is not such a table
-is refused before anything is loaded. An entry that says no launch of this build is not an error but
-a line in the log: kernels change from one save to the next, every launch gives the same bits, and
-the rule has one.
+The file is a table: device -> product -> T -> choice and its time. A file that is not such a table,
+of whatever device, is refused before anything is loaded. An entry that says no launch of this build
+is not an error but a line in the log: kernels change from one save to the next, every launch gives
+the same bits, and the rule has one.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -45,10 +46,20 @@ def read(file: Path) -> dict:
     for device, products in table.items():
         for product, of_rows in _mapping(file, products, "products", device):
             for rows, entry in _mapping(file, of_rows, "T", device, product):
-                _mapping(file, entry, "choice and us", device, product, rows)
-                if not isinstance(rows, int) or not isinstance(entry.get("choice"), str):
-                    raise _junk(file, "a number of rows and a choice", entry, device, product, rows)
+                at = device, product, rows
+                _mapping(file, entry, "choice and us", *at)
+                if type(rows) is not int or rows < 1 or rows & (rows - 1):
+                    raise _junk(file, "T to be a power of two", rows, *at)
+                if not isinstance(entry.get("choice"), str):
+                    raise _junk(file, "a choice", entry, *at)
+                times = {key: us for key, us in entry.items() if key != "choice"}
+                if not set(times) <= {"us", "rule"} or not all(map(_is_time, times.values())):
+                    raise _junk(file, "choice, us and rule, both in microseconds", entry, *at)
     return table
+
+
+def _is_time(us: object) -> bool:
+    return type(us) in (int, float) and math.isfinite(us)  # of a difference: it may be below 0
 
 
 def _mapping(file: Path, value: object, of: str, *where):

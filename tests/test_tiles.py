@@ -76,7 +76,12 @@ def test_what_is_no_launch_here_is_logged_once_and_the_rule_s_is_taken(
     "text",
     (
         "[1]", "a: b: c", "x: 1", "x: {y: 1}", "x: {y: {1: z}}", "x: {y: {1: {us: 1.0}}}",
-        "x: {y: {one: {choice: z}}}", "x: {y: {1: {choice: [z]}}}",
+        "x: {y: {one: {choice: z}}}", "x: {y: {1: {choice: [z]}}}", "x: {y: {3: {choice: z}}}",
+        "x: {y: {0: {choice: z}}}", "x: {y: {-1: {choice: z}}}", "x: {y: {true: {choice: z}}}",
+        "x: {y: {1: {choice: z, us: fast}}}", "x: {y: {1: {choice: z, us: .nan}}}",
+        "x: {y: {1: {choice: z, us: .inf}}}", "x: {y: {1: {choice: z, us: 1, rule: z}}}",
+        "x: {y: {1: {choice: z, us: 1, junk: 2}}}", "x: {y: {1: {choice: z}, 1: {choice: w}}}",
+        "x: {y: {1: {choice: !!bool z}}}",
     ),
 )  # fmt: skip
 def test_a_file_that_is_no_table_is_refused_in_one_line(text, file) -> None:
