@@ -87,6 +87,7 @@ class Tokenizer:
         longest_first = sorted(self.special_ids, key=len, reverse=True)
         never = "(?!)"
         self._special_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or never})")
+        self._named_tokens = _named_tokens(self._settings, directory / "tokenizer_config.json")
         self._template_source = _template_source(directory, self._settings)
         self._template: jinja2.Template | None = None
 
@@ -124,18 +125,13 @@ class Tokenizer:
 
         edges = {edge for name in self.special_ids for edge in (name[0], name[-1])}
         hide, restore = _hiding(edges, [messages, tools, self._template_source])
-        named_tokens = {
-            name: value["content"] if isinstance(value, dict) else value
-            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if (value := self._settings.get(name))
-        }
         try:
             rendered = self._template.render(
                 messages=_map_strings(messages, hide),
                 tools=_map_strings(tools, hide),
                 add_generation_prompt=add_generation_prompt,
                 thinking=thinking,
-                **named_tokens,
+                **self._named_tokens,
             )
         except UserError:
             raise
@@ -183,6 +179,8 @@ class Tokenizer:
             return environment.from_string(self._template_source)
         except jinja2.TemplateError as error:
             raise UserError(f"chat template: line {error.lineno}: {error.message}") from error
+        except Exception as error:  # of the Python that the template becomes: a break outside loops
+            raise UserError(f"chat template: cannot be compiled: {error}") from error
 
 
 class IncrementalDecoder:
@@ -315,6 +313,21 @@ def _special_ids(
     if len(special_ids) != end - n_ranks:
         raise UserError(f"{source}: added_tokens_decoder: two ids have the same content")
     return special_ids
+
+
+def _named_tokens(settings: dict[str, Any], source: Path) -> dict[str, str]:
+    """The control strings that templates know by name; a file may hold them as objects."""
+    found = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = settings.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if value is not None and not isinstance(text, str):
+            raise UserError(
+                f"{source}: {name}: expected a text or `{{content: text}}`, got {str(value)[:80]}"
+            )
+        if text:
+            found[name] = text
+    return found
 
 
 def _read_json(path: Path) -> dict[str, Any]:

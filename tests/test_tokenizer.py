@@ -326,6 +326,7 @@ def test_b7_messages_that_are_no_text_are_refused(
     [
         (None, "neither chat_template.jinja nor"),
         ("\n{% if %}", "chat template: line 2"),
+        ("{% break %}", "chat template: cannot be compiled: 'break' outside loop"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[9].content.x }}", "cannot render"),
         ("{{ ''.__class__.__mro__ }}", "cannot render.*unsafe"),
@@ -451,6 +452,9 @@ def test_b3_links_out_of_the_checkpoint_are_not_followed(tmp_path: Path, file: s
         '{"added_tokens_decoder": {"0262": {"content": "x"}}}',
         '{"added_tokens_decoder": {"262": {"content": "\\ud800"}}}',
         '{"chat_template": 5}',
+        '{"bos_token": {"id": 1}}',
+        '{"eos_token": {"content": 2}}',
+        '{"pad_token": ["[PAD]"]}',
         '{"chat_template": [{"name": "default"}, 1]}',
         "[" * 100_000,
     ],
