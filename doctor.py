@@ -2,7 +2,7 @@
 
 Machine, GPUs, the whole load plan, a sample of tensors, the chat encoding, every operation at the
 model's own shapes, disk and link rates, then a short text. What cannot be looked at is skipped with
-a reason; what is wrong says what to do, and makes the exit code 1.
+a reason; what is wrong says what to do. The exit code is 0 only where the model ran.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Finding:
 
 
 def run(settings: config.Config, device: str) -> int:
-    """Print the page; 0 where nothing failed, else 1. A model that is too large for this machine is
-    said, and no failure unless a device was asked for by name."""
+    """Print the page; 0 where the model is fit to run here, else 1. A model that is too large for
+    this machine is said, and nothing to mend unless a device was asked for by name."""
     seat = parallel.seat(os.environ)
     if seat is not None and seat.rank:  # under a launcher rank 0 looks, the others follow it
         Engine(settings, device, load=False)
@@ -64,11 +64,12 @@ def run(settings: config.Config, device: str) -> int:
         except UserError as error:
             failed += 1
             print(Finding("FAIL", what, str(error)), flush=True)
+    fit = doctor.ran and not failed
     if failed:
         print(f"{failed} of these must be mended", flush=True)
     else:
-        print("fit to run" if doctor.ran else "nothing to mend, but not fit to run", flush=True)
-    return 1 if failed else 0
+        print("fit to run" if fit else "nothing to mend, but not fit to run here", flush=True)
+    return 0 if fit else 1
 
 
 Looks = Iterator[tuple[str, str]]  # mark, text
@@ -123,7 +124,8 @@ class Doctor:
         except UserError as error:
             if self.device == "cuda":
                 raise
-            yield "skip", f"{error}; what follows looks at the CPU"
+            reason = str(error).removeprefix("--device cuda: ").partition(";")[0]
+            yield "skip", f"{reason}; what follows looks at the CPU"
             return
         import cupy
 
@@ -203,7 +205,8 @@ class Doctor:
             yield "skip", "no plan"
             return
         engine = self.engine
-        if isinstance(engine.ops, ReferenceOps):
+        on_cpu = isinstance(engine.ops, ReferenceOps)
+        if on_cpu:
             alone = self.settings.tp.only_rank is not None
             need = {"weights": engine.host_bytes() * (1 if alone else self.settings.tp.size)}
             free = free_memory()
@@ -215,8 +218,9 @@ class Doctor:
         text = f"{total / GIB:.2f} GiB are needed ({parts}), {free / GIB:.2f} are free"
         if self.fits:
             yield "ok", text
-        elif isinstance(engine.ops, ReferenceOps) and self.device == "auto":
-            yield "skip", f"{text}: this CPU cannot hold it, use a machine with GPUs"
+        elif on_cpu:  # more ranks on the same host take no less
+            mark = "skip" if self.device == "auto" else "FAIL"
+            yield mark, f"{text}: this CPU cannot hold it, use a machine with GPUs"
         else:
             yield "FAIL", f"{text}; use more ranks (--tp), lower decode.context or decode.batch"
 
