@@ -247,12 +247,7 @@ class Engine:
     def forecast(self) -> dict[str, int]:
         """Bytes that this rank needs on the device: weights, cache, scratch, and what loading needs
         for a time beyond these: a layer as it was read beside the same one packed, and the next."""
-        decode, draft, ops = self.settings.decode, self.draft_dims, self.ops
-        width = self.dims.kv_lora_rank + self.dims.qk_rope_head_dim
-        entry = self.dims.num_hidden_layers * width
-        if draft is not None:
-            kv_heads = max(1, draft.num_key_value_heads // self.settings.tp.ranks("o_proj"))
-            entry += draft.num_hidden_layers * 2 * kv_heads * draft.head_dim
+        decode, ops = self.settings.decode, self.ops
         nodes = decode.batch * self.settings.draft.most
         if self.settings.draft.budget == config.AUTO:
             # Each number of nodes keeps the arrays of its rounds; together about so much.
@@ -263,11 +258,20 @@ class Engine:
         twice = sum(w.k.bytes + w.v.bytes for plan in plans[1:] for w in plan.weights.layers)
         need = {
             "weights": sum(plan.bytes for plan in plans) + twice,
-            "cache": self.n_pages * decode.leaf * entry * ops.act.itemsize,
+            "cache": self.cache_values() * ops.act.itemsize,
             "scratch": ops.scratch_bytes(self.dims, rows, nodes, reach, decode.leaf, decode.span),
         }
         loading = 2 * max(self.plan.layer_bytes)
         return need | {"loading": max(0, loading - need["cache"] - need["scratch"])}
+
+    def cache_values(self) -> int:
+        """Numbers that this rank's pages hold."""
+        draft, width = self.draft_dims, self.dims.kv_lora_rank + self.dims.qk_rope_head_dim
+        entry = self.dims.num_hidden_layers * width
+        if draft is not None:
+            kv_heads = max(1, draft.num_key_value_heads // self.settings.tp.ranks("o_proj"))
+            entry += draft.num_hidden_layers * 2 * kv_heads * draft.head_dim
+        return self.n_pages * self.settings.decode.leaf * entry
 
     def check_memory(self) -> None:
         """Raise UserError where the forecast is known not to fit on the device."""
@@ -298,14 +302,22 @@ class Engine:
         return total
 
     def check_host_memory(self) -> None:
-        """Raise UserError where this machine could not hold the weights even if it were empty."""
+        """Raise UserError where this machine could not hold the weights, or the cache beside them,
+        even if it were empty."""
         ranks = self.comm.local_size if self.comm is not None else 1
         need, whole = ranks * self.host_bytes(), os.sysconf("SC_PHYS_PAGES")
         whole *= os.sysconf("SC_PAGE_SIZE")
+        has = f"this machine has {whole / 2**30:.2f} GiB of memory, the weights need"
         if need > whole:
             raise UserError(
-                f"this machine has {whole / 2**30:.2f} GiB of memory, the weights need "
-                f"{need / 2**30:.2f} on a CPU; use a machine with GPUs (--device cuda)"
+                f"{has} {need / 2**30:.2f} on a CPU; use a machine with GPUs (--device cuda)"
+            )
+        tables = self.settings.decode.batch * self.n_pages
+        cache = ranks * 4 * (self.cache_values() + tables)  # float32, int32
+        if need + cache > whole:
+            raise UserError(
+                f"{has} {need / 2**30:.2f} on a CPU, the cache {cache / 2**30:.2f}; lower "
+                "decode.context, decode.batch or decode.pages"
             )
 
     def use(self, mode: str, budget: int | str) -> None:

@@ -91,13 +91,20 @@ def test_memory_is_forecast_before_weights_are_read(device, tmp_path, monkeypatc
 
 def test_weights_that_no_cpu_here_can_hold_are_not_read(tmp_path, monkeypatch) -> None:
     directory = toy.write_checkpoint(tmp_path / "toy", drafter={})
-    need = toy.engine_of(directory, drafter=True).host_bytes()
+    made = toy.engine_of(directory, drafter=True)
+    need, slots = made.host_bytes(), made.settings.decode.batch
+    cache = 4 * (made.cache_values() + slots * made.n_pages)
+    assert cache == made.cache.pages.nbytes + made.cache.draft.nbytes + made.cache.tables.nbytes
     sizes = {"SC_PHYS_PAGES": need - 1, "SC_PAGE_SIZE": 1, "SC_AVPHYS_PAGES": 1 << 30}
     monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
     with monkeypatch.context() as patch, pytest.raises(UserError, match="GiB of memory, the wei"):
         patch.setattr(engine.loader, "stream_target", None)  # not called
         toy.engine_of(directory, drafter=True)
-    sizes["SC_PHYS_PAGES"] = need
+    sizes["SC_PHYS_PAGES"] = need + cache - 1
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="the cache .*decode.pages"):
+        patch.setattr(engine.loader, "stream_target", None)
+        toy.engine_of(directory, drafter=True)
+    sizes["SC_PHYS_PAGES"] = need + cache
     toy.engine_of(directory, drafter=True)
 
 
