@@ -110,6 +110,9 @@ def check(arguments) -> list[dict] | None:
             if isinstance(n, int) and n < least:
                 flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"{flag}: expected at least {least}, got {n}")
+    for n in arguments.budgets:
+        if n != config.AUTO and n > config.MOST_NODES:
+            raise UserError(f"--budgets: expected at most {config.MOST_NODES}, got {n}")
     if arguments.expect and arguments.what != "ops":
         raise UserError("--expect: goes with ops only")
     if arguments.what == "acceptance" and not arguments.file.is_file():
@@ -203,16 +206,16 @@ def operations(arguments) -> list[dict]:
     return bench_kernels.table(arguments.op, rows, arguments.skew)
 
 
-def need_gpu(what: str) -> None:
-    """Refuse before anything is loaded where there is no GPU to time."""
+def need_gpu(what: str, number: int = 1) -> None:
+    """Refuse before anything is loaded where there are no such GPUs to time."""
     import launchers
 
     try:
-        launchers.CudaLauncher()
-    except UserError:
-        raise UserError(
-            f"{what}: times kernels and needs an NVIDIA GPU; none can be used here"
-        ) from None
+        launchers.CudaLauncher(0, number)
+    except UserError as error:
+        some = "an NVIDIA GPU" if number == 1 else f"{number} NVIDIA GPUs"
+        reason = str(error).removeprefix("--device cuda: ").partition(";")[0]
+        raise UserError(f"{what}: times kernels and needs {some}; here: {reason}") from None
 
 
 def tune(arguments) -> list[dict]:
@@ -232,6 +235,7 @@ def prefill(arguments) -> list[dict]:
 def sums(arguments) -> list[dict]:
     import bench_reduce  # needs GPUs: only when asked for
 
+    need_gpu("reduce", arguments.tp)
     return bench_reduce.table(arguments.tp, arguments.rows or (1, 8, 16, 32, 64))
 
 

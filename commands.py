@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
+import io
 import json
 import logging
 import math
+import os
 import signal
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +27,14 @@ import pictures
 from config import DeviceFault, UserError
 from engine import MODES, Engine, default_params
 from parallel import RankFailed
-from request import Result, Sequence, acceptance_length, parse_line, read_controls
+from request import Result, Sequence, acceptance_length, line_id, parse_line, read_controls
 from sampling import SamplingParams
 
 GOLDEN_PROMPT = "def fibonacci(n):"  # of --watch and --check, where no other is given
 REPEATS = 5  # of --compare
+MOST_REPEATS = 10_000
 FIXED = 16  # nodes of the tree that --compare sets beside auto, where the config names none
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 LOOK_SECONDS = 0.05  # between two looks at the kernel files
 OVERRIDES = (
     "tp",
@@ -119,7 +124,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--doctor",
         action="store_true",
         help="look at machine, checkpoint, operations and rates: one page; exits with 1 where"
-        " something must be mended",
+        " something must be mended or the model cannot run here",
     )
     add(
         "--compare",
@@ -179,16 +184,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def exit_code(work: Callable[[], int]) -> int:
-    """What a command returns, or one line and 1 (another rank failed), 2 (a user's mistake), 3 (a
-    kernel failed), 130 (Ctrl-C) or 141 (the output's reader has gone). By itself a command returns
-    0, or 1 where a request or a check failed."""
+    """What a command returns, its output written, or one line and 1 (another rank failed), 2 (a
+    user's mistake), 3 (a kernel failed), 130 (Ctrl-C) or 141 (the output's reader has gone). By
+    itself a command returns 0, or 1 where a request or a check failed."""
     try:
-        return work()
+        code = work()
+        sys.stdout.flush()  # here, so that a full disk is said like any other error
+        return code
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return 2
     except DeviceFault as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        say_error(" ".join(str(error).split()))
         return config.DEVICE_FAULT
     except RankFailed as error:
         print(f"error: {error}", file=sys.stderr)
@@ -203,13 +210,24 @@ def exit_code(work: Callable[[], int]) -> int:
         )
         return 2
     except OSError as error:  # a file of the user's that cannot be read or written
-        if error.filename is None:
+        if error.filename is not None:
+            say_error(f"{error.filename}: {error.strerror}")
+        elif error.errno in NO_ROOM:
+            say_error(f"the output cannot be written: {error.strerror}; make room for it")
+            sys.stdout = io.StringIO()  # what is left in the old one can go nowhere
+        else:
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def say_error(error: object) -> None:
+    """One line on standard error. Names from files and of files may hold anything: an end of a
+    line, or what a terminal takes for orders, shows as its escape."""
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error))
+    print(f"error: {line}", file=sys.stderr)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -217,6 +235,7 @@ def run(arguments: argparse.Namespace) -> int:
     check(arguments)
     overrides = {name: getattr(arguments, name) for name in OVERRIDES}
     settings = config.load(arguments.config, model_path=arguments.model, **overrides)
+    check_budget(arguments, settings)
     params = asked_params(arguments, settings)
     if arguments.doctor:
         import doctor  # stands on the engine, like this module
@@ -259,21 +278,33 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_prompt(given: str | None) -> str:
     """The prompt of the command line, or all of standard input; UTF-8 either way."""
+    if given is None:
+        return as_utf8("standard input", sys.stdin.read)
+    return as_utf8("--prompt", lambda: given)
+
+
+def as_utf8(where: str, read: Callable[[], str]) -> str:
+    """What is read, if it was UTF-8. Raises UserError."""
+    with suppress(UnicodeError):
+        if is_utf8(text := read()):
+            return text
+    raise UserError(f"{where}: expected UTF-8 text; convert it first")
+
+
+def is_utf8(text: str) -> bool:
+    """Whether it was UTF-8: bytes that were not have become lone surrogates."""
     try:
-        if given is None:
-            return sys.stdin.read()
-        given.encode("utf-8")  # bytes that were no UTF-8 have become lone surrogates
-        return given
+        text.encode("utf-8")
     except UnicodeError:
-        where = "standard input" if given is None else "--prompt"
-        raise UserError(f"{where}: expected UTF-8 text; convert it first") from None
+        return False
+    return True
 
 
 def read_file(flag: str, file: Path) -> str:
-    try:
-        return file.read_bytes().decode("utf-8")
-    except UnicodeError:
-        raise UserError(f"{flag} {file}: expected UTF-8 text; convert it first") from None
+    text = as_utf8(f"{flag} {file}", lambda: file.read_bytes().decode("utf-8"))
+    if flag == "--prompts" and not text.strip():
+        raise UserError(f"{flag} {file}: expected a request in each line, found none")
+    return text
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -292,24 +323,61 @@ def check(arguments: argparse.Namespace) -> None:
         raise UserError("--logprobs: goes with --json or --prompts, which print them")
     if arguments.repeats is not None and not arguments.compare:
         raise UserError("--repeats: goes with --compare only")
-    if arguments.repeats is not None and arguments.repeats < 1:
-        raise UserError(f"--repeats: expected at least 1, got {arguments.repeats}")
+    if arguments.repeats is not None and not 1 <= arguments.repeats <= MOST_REPEATS:
+        raise UserError(f"--repeats: expected 1 to {MOST_REPEATS}, got {arguments.repeats}")
+    if arguments.mode is not None and arguments.compare:
+        raise UserError("--mode: does not go with --compare, which runs them all")
     commands = ("prompts", "score", "watch", "check", "doctor", "compare", "profile", "chat")
     given = [f"--{name}" for name in commands if getattr(arguments, name)]
     if len(given) > 1 and given != ["--compare", "--chat"]:
         raise UserError(f"{' and '.join(given)}: expected one of them")
     for name in ("logits", "trace"):
-        file = getattr(arguments, name)
-        if file and not Path(file).absolute().parent.is_dir():
-            raise UserError(f"--{name} {file}: its directory does not exist")
-        if file and Path(file).is_dir():
-            raise UserError(f"--{name} {file}: is a directory; name a file")
+        if (file := getattr(arguments, name)) is not None:
+            check_output(f"--{name}", file)
     for name in ("prompts", "score"):
-        file = getattr(arguments, name)
-        if file and not Path(file).is_file():
-            raise UserError(f"--{name} {file}: no such file")
+        if (file := getattr(arguments, name)) is not None:
+            check_input(f"--{name}", file)
     if arguments.trace and Path(arguments.trace).suffix not in (".svg", ".html"):
         raise UserError(f"--trace {arguments.trace}: expected a name ending in .svg or .html")
+    if arguments.trace and arguments.logits == arguments.trace:
+        raise UserError(f"--logits and --trace: both name {arguments.trace}; name two files")
+    for name, texts in (("system", [arguments.system]), ("stop", arguments.stop or ())):
+        if not all(text is None or is_utf8(text) for text in texts):
+            raise UserError(f"--{name}: expected UTF-8 text; convert it first")
+
+
+def check_output(flag: str, file: str) -> None:
+    """Refuse what will not be written; the file itself is left as it is until then."""
+    path = Path(file)
+    if not file:
+        raise UserError(f"{flag}: expected the name of a file, got none")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{flag} {file}: its directory does not exist")
+    if path.is_dir():
+        raise UserError(f"{flag} {file}: is a directory; name a file")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UserError(f"{flag} {file}: cannot be written: no permission; name another place")
+
+
+def check_input(flag: str, file: str) -> None:
+    path = Path(file)
+    if not file:
+        raise UserError(f"{flag}: expected the name of a file, got none")
+    if path.is_dir():
+        raise UserError(f"{flag} {file}: is a directory; name a file")
+    if not path.exists():
+        raise UserError(f"{flag} {file}: no such file")
+    if not path.is_file():
+        raise UserError(f"{flag} {file}: is a pipe or a device; write it to a file first")
+
+
+def check_budget(arguments: argparse.Namespace, settings: config.Config) -> None:
+    """A number of nodes is of trees alone: plain decoding and the chain have their own."""
+    if arguments.budget is not None and settings.draft.mode != "tree" and not arguments.compare:
+        raise UserError(
+            f"--budget {arguments.budget}: goes with mode tree, the mode is {settings.draft.mode}; "
+            "leave it out or give --mode tree"
+        )
 
 
 def asked_params(arguments: argparse.Namespace, settings: config.Config) -> SamplingParams:
@@ -431,10 +499,15 @@ def converse(engine: Engine, params: SamplingParams, arguments: argparse.Namespa
     messages = opening(arguments)
     while True:
         try:
-            said = input("you> " if arguments.chat else "prompt> ")
+            said = as_utf8(
+                "what was typed", lambda: input("you> " if arguments.chat else "prompt> ")
+            )
         except EOFError:
             print()
             return 0
+        except UserError as error:
+            say_error(error)
+            continue
         if not said:
             continue
         prompt, turn = said, messages + [{"role": "user", "content": said}]
@@ -443,7 +516,7 @@ def converse(engine: Engine, params: SamplingParams, arguments: argparse.Namespa
                 prompt = engine.encode_chat(turn, thinking=not arguments.instant)
             result = answer(engine, prompt, params, arguments)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            say_error(error)
             continue
         except KeyboardInterrupt:  # ends this answer; at the question it ends the conversation
             if engine.comm is not None:
@@ -481,7 +554,7 @@ def many(engine: Engine, name: str, requests: str, defaults: SamplingParams) -> 
             live.append(engine.submit(prompt, line.params, id=line.id))
         except UserError as error:
             failed += 1
-            print_json({"line": number, **named(text), "error": str(error)})
+            print_json({"line": number, **line_id(text), "error": str(error)})
     total, began, emitted, texts, steps = len(live), time.perf_counter(), 0, 0, 0
     quiet = not sys.stderr.isatty()
     with (
@@ -508,15 +581,6 @@ def many(engine: Engine, name: str, requests: str, defaults: SamplingParams) -> 
         print(f"interrupted: {total - len(live)} of {total} prompts done", file=sys.stderr)
         return 130
     return 1 if failed else 0
-
-
-def named(text: str) -> dict:
-    """The id of a refused line, where it has one, as its result would carry it."""
-    try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return {"id": raw["id"]} if isinstance(raw, dict) and "id" in raw else {}
 
 
 @contextmanager

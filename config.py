@@ -446,6 +446,10 @@ def read_yaml(file: Path, expected: str) -> dict:
         raise UserError(f"{file}{at}: {error.problem}") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UserError(f"{file}: not a YAML file: {str(error).splitlines()[0]}") from None
+    except (AttributeError, LookupError):  # how PyYAML meets `!!bool x`, `!!int ""`, ...
+        raise UserError(
+            f"{file}: a tag (!!bool, !!int, ...) stands before what is no such value; leave it out"
+        ) from None
     if not isinstance(raw, dict):
         raise _wrong(str(file), expected, raw)
     return raw
@@ -645,6 +649,9 @@ def parse_drafter(config_json: object, *, source: str) -> Drafter:
     taps = own.get("target_layer_ids")
     if not isinstance(taps, list) or not taps:
         raise _wrong(f"{prefix}target_layer_ids", "a list of layer numbers", taps)
+    taps = tuple(_integer(0)(tap, f"{prefix}target_layer_ids") for tap in taps)
+    if list(taps) != sorted(set(taps)):  # they are handed over in the order of the layers
+        raise _wrong(f"{prefix}target_layer_ids", "ascending layer numbers, each once", list(taps))
     mask = _integer(0, vocabulary - 1)(own.get("mask_token_id"), f"{prefix}mask_token_id")
     layer_types, window = _attention_kinds(c, values["num_hidden_layers"], prefix)
     return Drafter(
@@ -652,7 +659,7 @@ def parse_drafter(config_json: object, *, source: str) -> Drafter:
         head_dim=head_dim,
         block_size=_integer(2, 1024)(own.get("block_size"), f"{prefix}block_size"),
         mask_token_id=mask,
-        target_layer_ids=tuple(_integer(0)(tap, f"{prefix}target_layer_ids") for tap in taps),
+        target_layer_ids=taps,
         rope=_rope(c, source, target=False),
         layer_types=layer_types,
         sliding_window=window,
@@ -694,13 +701,14 @@ def _merged(old: dict, new: dict, prefix: str) -> dict:
     return {**old, **new}
 
 
+_MOST = 1e9  # beyond anything that a rope means, far from where float64 overflows
 _ROPE_KEYS = {
-    "factor": _number(1),
+    "factor": _number(1, _MOST),
     "original_max_position_embeddings": _COUNT,
-    "beta_fast": _number(0, above=True),
-    "beta_slow": _number(0, above=True),
-    "mscale": _number(0),
-    "mscale_all_dim": _number(0),
+    "beta_fast": _number(0, _MOST, above=True),
+    "beta_slow": _number(0, _MOST, above=True),
+    "mscale": _number(0, _MOST),
+    "mscale_all_dim": _number(0, _MOST),
 }
 _ROPE_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 

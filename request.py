@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
 import time
 from dataclasses import dataclass, field
 
@@ -240,10 +239,7 @@ class Line:
 
 def parse_line(text: str, default_id: object, defaults: SamplingParams) -> Line:
     """Read one line of a prompts file; raises UserError without naming the line."""
-    try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"not JSON: {error}") from None
+    raw = _read_json(text)
     if not isinstance(raw, dict):
         raise UserError("expected a JSON object")
     known = {"id", "thinking", *_PROMPTS, *_CONTROLS}
@@ -252,8 +248,10 @@ def parse_line(text: str, default_id: object, defaults: SamplingParams) -> Line:
             close = difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}"
             raise UserError(f"{key}: unknown field; {hint}")
-    if isinstance(raw.get("id"), float) and not math.isfinite(raw["id"]):
-        raise UserError(f"id: expected what JSON can hold, got {raw['id']}")
+    try:
+        json.dumps(raw.get("id"), allow_nan=False)
+    except ValueError:  # 1e999, anywhere in it
+        raise UserError(f"id: expected what JSON can hold, got {raw['id']}") from None
     given = [name for name in _PROMPTS if raw.get(name) is not None]
     if len(given) != 1:
         raise UserError(f"expected one of {', '.join(_PROMPTS)}, got {', '.join(given) or 'none'}")
@@ -275,6 +273,35 @@ def parse_line(text: str, default_id: object, defaults: SamplingParams) -> Line:
         thinking=thinking,
         params=dataclasses.replace(defaults, **read_controls(controls)),
     )
+
+
+def _read_json(text: str) -> object:
+    """One line as strict JSON: Python would take NaN, and the last of two equal names."""
+
+    def unique(pairs: list[tuple[str, object]]) -> dict:
+        if len(found := dict(pairs)) != len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"{next(n for n in names if names.count(n) > 1)} is there twice")
+        return found
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no number of JSON")
+
+    try:
+        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"not JSON: {error}") from None
+
+
+def line_id(text: str) -> dict:
+    """{"id": ..} of a refused line, where it has one, as its result would carry it."""
+    try:
+        raw = json.loads(text)
+        found = {"id": raw["id"]} if isinstance(raw, dict) and "id" in raw else {}
+        json.dumps(found, allow_nan=False)
+    except (ValueError, RecursionError):
+        return {}
+    return found
 
 
 def read_controls(controls: dict) -> dict:

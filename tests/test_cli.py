@@ -150,6 +150,11 @@ class TestPrompt:
             line for line in err.splitlines() if " 64 tokens do not fit" in line
         ]
 
+    def test_bytes_on_a_terminal_that_are_no_text(self, monkeypatch, call):
+        type_in(monkeypatch, b"hi\xff\n", terminal=True)
+        code, _, err = call()
+        assert (code, err) == (0, "error: what was typed: expected UTF-8 text; convert it first\n")
+
     def test_control_strings_are_text(self, answer):
         assert answer("--prompt", "[EOS][PAD]")["prompt_tokens"] == 10
 
@@ -338,6 +343,19 @@ def json_of(name, **changes):
     return change
 
 
+def taps(ids):
+    inside = {"mask_token_id": 5, "target_layer_ids": ids}
+    return json_of("drafter/config.json", dflash_config=inside)
+
+
+def rope(**changes):
+    def change(house: Path):
+        raw = json.loads((house / "toy/config.json").read_text())
+        return json_of("config.json", rope_scaling={**raw["rope_scaling"], **changes})(house)
+
+    return change
+
+
 def drop(*names):
     return tensors(lambda t: [t.pop(n) for n in names])
 
@@ -354,6 +372,11 @@ BAD = {  # what is wrong: (how, words that the line must hold)
     "value of a wrong type": (stating("12", "twelve"), ["decode.max_tokens", "twelve"]),
     "not YAML": (settings("model: {path: [\n"), ["toy.yaml"]),
     "empty YAML": (settings(""), ["toy.yaml"]),
+    "tag of no boolean": (settings("+tp: {size: !!bool x}\n"), ["toy.yaml", "!!bool"]),
+    "tag of no integer": (settings('+tp: {size: !!int ""}\n'), ["toy.yaml", "!!int"]),
+    "tag of no time": (settings("+tp: {size: !!timestamp x}\n"), ["toy.yaml", "tag"]),
+    "key of two lines": (settings('+"a\\nb": 1\n'), ["a\\nb: unknown key"]),
+    "orders to a terminal": (settings('model: {path: "\\e[31m"}\n'), ["\\x1b[31m: no such dir"]),
     "no model path": (settings("decode: {batch: 1}\n"), ["model"]),
     "no such config": (flags("--config", "nowhere.yaml"), ["nowhere.yaml"]),
     "config is a directory": (flags("--config", "/"), ["/"]),
@@ -385,8 +408,22 @@ BAD = {  # what is wrong: (how, words that the line must hold)
     ),
     "drafter of another target": (json_of("drafter/config.json", vocab_size=273), ["vocab_size"]),
     "tap beyond the layers": (
-        json_of("drafter/config.json", dflash_config={"mask_token_id": 5, "target_layer_ids": [2]}),
+        taps([2]),
         ["target_layer_ids", "2"],
+    ),
+    "tap named twice": (
+        taps([1, 1]),
+        ["target_layer_ids", "ascending", "[1, 1]"],
+    ),
+    "taps in another order": (
+        taps([1, 0]),
+        ["target_layer_ids", "ascending", "[1, 0]"],
+    ),
+    "rope beyond float64": (rope(beta_fast=1e308), ["beta_fast", "1e+09", "1e+308"]),
+    "rope of a huge scale": (rope(mscale_all_dim=1e308), ["mscale_all_dim", "1e+09"]),
+    "control string of no text": (
+        file("tokenizer_config.json", b'{"bos_token": {"id": 1}}'),
+        ["tokenizer_config.json", "bos_token", "content", "{'id': 1}"],
     ),
     "no vocabulary": (file("tiktoken.model", None), ["tiktoken.model"]),
     "unreadable vocabulary": (file("tiktoken.model", b"\x00\xff" * 9), ["tiktoken.model"]),
@@ -412,11 +449,39 @@ BAD = {  # what is wrong: (how, words that the line must hold)
     "seed of 65 bits": (flags("--seed", str(2**64)), ["--seed", str(2**64)]),
     "context 0": (flags("--context", "0"), ["--context", "0"]),
     "context beyond the model's": (flags("--context", "65"), ["context", "65", "64"]),
+    "context and batch that no memory holds": (
+        stating("batch: 2", "batch: 2, pages: 9999999999999"),
+        ["GiB of memory", "the cache", "decode.pages"],
+    ),
+    "page tables that no memory holds": (flags("--batch", 65536), ["GiB", "decode.batch"]),
+    "budget of plain decoding": (flags("--budget", 4, "--mode", "ar"), ["--budget 4", "mode tree"]),
+    "budget of a chain": (
+        flags("--budget", "auto", "--mode", "chain"),
+        ["--budget auto", "mode tree", "the mode is chain", "--mode tree"],
+    ),
+    "mode of a comparison": (flags("--compare", "--mode", "ar"), ["--mode", "--compare"]),
+    "repeats without end": (flags("--compare", "--repeats", 10**9), ["--repeats", "10000"]),
+    "stop that is no text": (flags("--stop", os.fsdecode(b"\xff")), ["--stop", "UTF-8"]),
+    "system that is no text": (
+        flags("--chat", "--system", os.fsdecode(b"\xff")),
+        ["--system", "UTF-8"],
+    ),
     "repeats 0": (flags("--compare", "--repeats", "0"), ["--repeats", "0"]),
     "tp 3": (flags("--tp", "3"), ["--tp", "3"]),
     "tp that cuts a group": (flags("--tp", "8"), ["tp.size", "4"]),
     "tree without a drafter": (settings("model: {path: toy}\ndraft: {mode: tree}\n"), ["draft"]),
     "logits into no directory": (flags("--logits", "/nowhere/x.npz"), ["--logits", "/nowhere"]),
+    "logits without a name": (flags("--logits", ""), ["--logits", "got none"]),
+    "trace without a name": (flags("--trace", ""), ["--trace", "got none"]),
+    "one file for two": (flags("--logits", "x.svg", "--trace", "x.svg"), ["--logits and --trace"]),
+}
+NO_TEXT = {  # how a file is made, and what --score and --prompts say of it
+    "nothing there": (lambda path: None, *["no such file"] * 2),
+    "a directory": (Path.mkdir, *["is a directory; name a file"] * 2),
+    "a pipe": (os.mkfifo, *["is a pipe or a device; write it to a file first"] * 2),
+    "no UTF-8": (lambda path: path.write_bytes(b"caf\xe9"), *["expected UTF-8 text"] * 2),
+    "empty": (Path.touch, "expected at least two tokens, got 0", "in each line, found none"),
+    "blank": (lambda path: path.write_text("\n"), "expected at least two", "found none"),
 }
 
 
@@ -468,6 +533,28 @@ class TestBadInput:
         assert (code, out) == (2, "")
         assert err.startswith("error: ") and err.count("\n") == 1
 
+    @pytest.mark.parametrize("flag", ["--score", "--prompts"])
+    @pytest.mark.parametrize("what", NO_TEXT)
+    def test_a_file_of_no_text(self, call, tmp_path, what, flag):
+        make, *words = NO_TEXT[what]
+        make(tmp_path / "x")
+        code, out, err = call(flag, tmp_path / "x")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(f"error: {flag} {tmp_path / 'x'}: ")
+        assert words[flag == "--prompts"] in err
+        assert call(flag, "")[::2] == (2, f"error: {flag}: expected the name of a file, got none\n")
+
+    @pytest.mark.parametrize("flag", ["--logits", "--trace"])
+    def test_no_permission_is_said_before_anything_is_decoded(
+        self, monkeypatch, call, tmp_path, flag
+    ):
+        asked = []
+        monkeypatch.setattr(os, "access", lambda path, how: asked.append(path) or False)
+        monkeypatch.setattr(loader, "stream_target", None)  # not called
+        code, out, err = call("--prompt", "hello", flag, tmp_path / "x.svg")
+        assert (code, out) == (2, "") and err.startswith(f"error: {flag} {tmp_path / 'x.svg'}: ")
+        assert "no permission" in err and asked == [tmp_path]
+
     def test_logits_that_cannot_be_written(self, call, tmp_path):
         (tmp_path / "taken.npz").mkdir()
         code, _, err = call("--prompt", "hello", "--logits", tmp_path / "taken.npz")
@@ -510,6 +597,16 @@ class TestProcess:
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out) == (2, b"")
         assert err.startswith(b"error: --temperature") and err.count(b"\n") == 1
+
+    @pytest.mark.parametrize("options", [(), ("--json",), ("--compare", "--repeats", "1")])
+    def test_a_full_disk(self, tmp_path, options):
+        command = [sys.executable, str(ROOT / "engine.py"), *self.GOLDEN, "--device", "cpu"]
+        command += ["--prompt", "hello", "--max-tokens", "2", *options]
+        with open("/dev/full", "w") as full:
+            run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60)
+        *_, line = run.stderr.decode().splitlines()
+        assert run.returncode == 2 and b"Traceback" not in run.stderr
+        assert line.startswith("error: the output cannot be written: No space left on device")
 
     def test_a_reader_that_leaves(self, tmp_path):
         process = self.start(tmp_path, "--prompt", "hello", "--max-tokens", "60")

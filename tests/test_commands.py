@@ -119,6 +119,10 @@ class TestPrompts:
             {"messages": []},
             "\ufeff",
             {"id": "also good", "prompt": "x"},
+            '{"prompt": "x", "prompt": "y"}',
+            '{"id": [NaN], "prompt": "x"}',
+            '{"id": {"a": [1e999]}, "prompt": "x"}',
+            '{"id": "kept", "top_p": NaN, "prompt": "x"}',
         ]
         code, found, err = many(*lines)
         errors = {f["line"]: f["error"] for f in found if "line" in f}
@@ -135,9 +139,14 @@ class TestPrompts:
             10: "prompt: 600 tokens do not fit",
             11: "messages: expected at least one",
             12: "not JSON",
+            14: "not JSON: prompt is there twice",
+            15: "not JSON: NaN is no number of JSON",
+            16: "id: expected what JSON can hold",
+            17: "not JSON: NaN is no number of JSON",
         }.items():
             assert words in errors.pop(line)
         assert not errors
+        assert [f["id"] for f in found if f.get("line") in (15, 16, 17) and "id" in f] == ["kept"]
 
     def test_lines_end_where_json_lines_do(self, many):
         # U+2028, U+0085 and a form feed are no ends of lines; CR LF is one.
