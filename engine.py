@@ -598,7 +598,7 @@ class Engine:
         if not choice.scored or not trees:
             return Drafted(choice, trees)
         sequences, larger = map(list, zip(*trees, strict=True))
-        if self.leads and self.auto.measured and choice.mode != "ar":
+        if self.leads and self.auto.narrows and choice.mode != "ar":
             choice = self.auto.narrow(sequences, larger)
         if self.comm is not None:
             choice = self.comm.broadcast(choice)
@@ -610,7 +610,8 @@ class Engine:
         """What was drafted, and how long the step took, for the choices that follow."""
         if self.auto is None or not drafted.trees or not self.leads:
             return
-        self.auto.saw(drafted.choice, len(drafted.trees), seconds)
+        if self.auto.narrows:  # else the costs are those of recorded rounds
+            self.auto.saw(drafted.choice, len(drafted.trees), seconds)
         if drafted.larger is not None:
             self.auto.learn([s for s, _ in drafted.trees], drafted.larger)
 

@@ -398,9 +398,9 @@ def regret(plays: list[Play], ms: dict, known: bool = False) -> tuple[float, Cou
 
 
 @functools.cache
-def kinds() -> list[list[Play]]:
+def kinds(texts: int) -> list[list[Play]]:
     qualities = (1.0, 0.95, 0.85, 0.75, 0.6, 0.45, 0.3, 0.1, 0.0)
-    return [[Play(np.full(263, q), seed) for seed in range(12)] for q in qualities]
+    return [[Play(np.full(263, q), seed) for seed in range(texts)] for q in qualities]
 
 
 @functools.cache
@@ -448,16 +448,18 @@ class TestRegret:
     @pytest.mark.parametrize("n", (20, 60))
     def test_of_bursts(self, ms, n):
         """The worst are as long as evidence is kept. Eight texts: where evidence is rationed, one
-        alone varies with its seed by 7 % (a standard deviation)."""
-        assert regret(bursts(n), ms)[0] <= (0.15 if rationed(ms) else 0.1)
+        alone varies with its seed by 7 % (a standard deviation), so eight by 2.5 % around 13 %."""
+        assert regret(bursts(n), ms)[0] <= (0.2 if rationed(ms) else 0.1)
 
 
-@pytest.mark.parametrize("n", (64, 256))
+@pytest.mark.parametrize("n, texts, most", ((64, 48, 0.06), (256, 12, 0.05)))
 @pytest.mark.parametrize("name", [name for name in MS if "earlier" not in name])
-def test_regret_of_short_texts_of_a_known_kind(name, n):
-    """Twelve of each quality, each behind one like it. Of 64 tokens, 5 % are a few rounds."""
-    lost = [regret([p.short(n) for p in plays], MS[name], known=True)[0] for plays in kinds()]
-    assert max(lost) <= 0.05 and np.mean(lost) <= 0.03
+def test_regret_of_short_texts_of_a_known_kind(name, n, texts, most):
+    """Of each quality as many tokens, each text behind one like it. Of 64 tokens, 5 % are a few
+    rounds."""
+    plays = [[p.short(n) for p in some] for some in kinds(texts)]
+    lost = [regret(some, MS[name], known=True)[0] for some in plays]
+    assert max(lost) <= most and np.mean(lost) <= 0.03
 
 
 # ---- in an engine ------------------------------------------------------------------------------
@@ -486,6 +488,19 @@ def test_budgets_that_change_every_step(tmp_path, monkeypatch):
             patch.setattr(made.auto, "choose", any_choice)
             toy.assert_same_results(toy.decode(made, PROMPTS, "tree", "auto", **wanted), answers)
     assert len(picked) > 5
+
+
+def test_own_steps_of_an_engine_with_recorded_rounds(tmp_path, monkeypatch):
+    """Recorded rounds leave no claims to cut a tree by; a step of the host's is not their cost."""
+    plain = toy.toy_engine(tmp_path, drafter={})
+    made = toy.engine_of(tmp_path / "toy", drafter=True)
+    made.use("tree", "auto")
+    made.auto.measure(lambda choice: 1.0 + 0.1 * choice.budget, recorded=True)
+    for name in ("narrow", "saw"):
+        monkeypatch.setattr(made.auto, name, lambda *_, name=name: pytest.fail(name))
+    answers = toy.decode(plain, PROMPTS)
+    toy.assert_same_results(toy.decode(made, PROMPTS, "tree", "auto"), answers)
+    assert made.auto.kinds[True].n  # its evidence counts
 
 
 @pytest.mark.parametrize("kind, least, most", (("perfect", 5, 9), ("wrong", 1, 1.2)))
