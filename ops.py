@@ -587,8 +587,13 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         rest = attention + experts + dense + entries + 4 * rows
         return rows * rest + parts + logits * scores
 
+    def compiled(self) -> set[str]:
+        """Sections that have been used, in some form."""
+        return {name for name, _ in self._modules}
+
     def reload(self) -> list[str]:
-        """Read the sources again; returns the changed sections. Nothing changes on an error."""
+        """Read the sources again; returns the changed sections, of which those in use are compiled.
+        Nothing changes on an error."""
         sections = read_sections(self.directory)
         if sections["prelude"].text != self.sections["prelude"].text:
             changed = list(sections)

@@ -65,14 +65,15 @@ class Watch:
         self.engine, self.ops, self.prompt = engine, engine.ops, prompt
         self.tokens = tokens or TOKENS[self.ops.name]
         self.params = SamplingParams(max_tokens=self.tokens, ignore_eos=True)
-        made = dict.fromkeys((self.ops.activation, "float32"))  # choice and trees are fp32
+        # Tensor cores take bfloat16; kernels that this model does not use are edited, too.
+        made = dict.fromkeys((self.ops.activation, "float32", "bfloat16"))
         self.checkers = {
             activation: CudaOps(
                 activation, launcher=self.ops.launcher, poison=True, directory=self.ops.directory
             )
             for activation in made
         }
-        self.sections: dict[str, set[str]] = {}  # that a case launches kernels of, by its name
+        self.sections: dict[tuple[str, str], set[str]] = {}  # whose kernels a case launches
         here = self.ops.directory
         self.files = [here / file for file in kernels.FILES if (here / file).exists()]
         self.stamps = self.stamp()
@@ -88,8 +89,15 @@ class Watch:
         print("|---|---|---|---|")
         for kernel, t in self.measure(self.golden.launches if self.golden else []).items():
             print(f"| {kernel} | {t.launches} | {self.shown(t)} | {t.rate:.1f} |")
-        print("all equal" if right else "DIFFERENT", flush=True)
+        if left := ", ".join(sorted(set(self.ops.sections) - self.used())):
+            print(f"no check runs: {left}")
+        print("all right" if right else "DIFFERENT", flush=True)
         return right
+
+    def used(self) -> set[str]:
+        """Sections that op tests or the golden prompt have compiled, and what all begin with."""
+        every = (self.ops, *self.checkers.values())
+        return {"prelude"}.union(*(made.compiled() for made in every))
 
     def look(self) -> bool | None:
         """None where nothing was saved; else whether all is right after the edit."""
@@ -98,8 +106,9 @@ class Watch:
             return None
         saved = max(s[0] for file, s in stamps.items() if self.stamps.get(file) != s) / 1e9
         self.stamps = stamps
-        try:
-            changed = set(self.ops.reload())
+        try:  # the engine last: its kernels stay where any does not compile
+            changed = {name for made in self.checkers.values() for name in made.reload()}
+            changed |= set(self.ops.reload())
         except UserError as error:
             print(f"{error}\nthe old kernels stay", flush=True)
             return False
@@ -107,6 +116,10 @@ class Watch:
             return None
         if self.engine.rounds is not None:
             self.engine.rounds.graphs.clear()  # they hold the old kernels
+        if left := changed - self.used():
+            print(f"NOT CHECKED, no op test and no step uses it: {', '.join(sorted(left))}")
+        if not (changed := changed - left):
+            return False
         names, running = ", ".join(sorted(changed)), time.time() - saved
         print(f"{names}: compiled, running {running:.2f} s after the save", flush=True)
         try:
@@ -120,13 +133,11 @@ class Watch:
             print(error, flush=True)
             right = False
         took = time.time() - saved
-        print(f"{'all equal' if right else 'DIFFERENT'}, {took:.2f} s after the save", flush=True)
+        print(f"{'all right' if right else 'DIFFERENT'}, {took:.2f} s after the save", flush=True)
         return right
 
     def check_edit(self, changed: set[str]) -> bool:
         """Op tests, golden prompt and timing of the changed sections."""
-        for checker in self.checkers.values():
-            changed = changed | set(checker.reload())
         launches = self.golden.launches if self.golden else []
         right = self.check_cases(changed) and self.check_golden()
         for kernel, (was, now) in self.compare(launches, changed).items():
@@ -158,27 +169,28 @@ class Watch:
         from tests import op_cases  # the tests' own cases
 
         total, failed = 0, 0
-        every = [(op_cases.check_sum, self.ops.activation, *c) for c in op_cases.SUMS]
-        every += [
+        every = [(op_cases.check_sum, a, *c) for a in self.checkers for c in op_cases.SUMS]
+        every += [  # choice and trees are fp32
             (op_cases.check_exact, "float32", *c) for c in op_cases.ROUTER + op_cases.DECODING
         ]
         for check, activation, case, shape in every:
             name, checker = op_cases.name_of(case, shape), self.checkers[activation]
-            if changed is not None and not changed & self.sections.get(name, changed):
+            key = name, activation
+            if changed is not None and not changed & self.sections.get(key, changed):
                 continue
             total += 1
-            used = self.sections[name] = set()
+            used = self.sections[key] = set()
             checker.listener = lambda launch, used=used: used.add(launch.section)
             try:
                 check(op_cases.Backend(checker), case, shape)
             except AssertionError as error:
                 failed += 1
                 line = traceback.extract_tb(error.__traceback__)[-1].line
-                print(f"  {name}: {error or line}")
+                print(f"  {name}, {activation}: {error or line}")
             except DeviceFault:
-                print(f"  {name}:", flush=True)
+                print(f"  {name}, {activation}:", flush=True)
                 raise
-        print(f"{total - failed} of {total} op tests equal their twins", flush=True)
+        print(f"{total - failed} of {total} op tests agree with their twins", flush=True)
         return not failed
 
     # -- the golden prompt
@@ -298,9 +310,12 @@ class Watch:
 
     def share(self, array) -> float:
         """The part of an array that a step reads: of stacked experts those that its rows choose at
-        most, of cache pages those of the prompt."""
+        most, of the embedding one of each row, of cache pages those of the prompt."""
         engine, address = self.engine, self.ops.launcher.address(array)
         cache, experts = engine.cache, engine.dims.n_routed_experts
+        rows = 1 if engine.drafter is None else engine.settings.draft.most
+        if address == self.ops.launcher.address(engine.model.embedding):
+            return min(1.0, rows / len(array))
         for pages in (cache.pages, cache.draft):
             if pages is not None:
                 begin = self.ops.launcher.address(pages)
@@ -308,7 +323,6 @@ class Watch:
                     used = cache.pages_for(self.golden.result.prompt_tokens + self.tokens)
                     return min(1.0, used / engine.n_pages)
         if array.ndim == 3 and array.shape[0] == experts and len(array) > 1:
-            rows = 1 if engine.drafter is None else engine.settings.draft.most
             return min(1.0, rows * engine.dims.num_experts_per_tok / experts)
         return 1.0
 

@@ -38,7 +38,7 @@ def test_watch(device: str, tmp_path, monkeypatch, capsys) -> None:
 
     assert watch.begin()
     said = capsys.readouterr().out
-    assert re.search(r"(\d+) of \1 op tests equal their twins\n", said)
+    assert re.search(r"(\d+) of \1 op tests agree with their twins\n", said)
     assert "tree against ar: 4 ids equal, bits equal\n" in said
     assert "against the NumPy twins: 4 ids equal" in said and "\n| linear | " in said
     assert watch.look() is None
@@ -51,15 +51,34 @@ def test_watch(device: str, tmp_path, monkeypatch, capsys) -> None:
     assert "linear" not in said.split("\ntake_rows_16,")[1]  # only what has changed is timed
 
     right, said = saved(text.replace(SUM, SUM.replace("__fadd_rn", "__fsub_rn")))
-    assert right is False and "  add-1-1: 1 of 1 values; first at (0, 0)" in said
+    assert right is False and "  add-1-1, float32: 1 of 1 values; first at (0, 0)" in said
+
+    gemm = tmp_path / "kernels_gemm.cu"  # of tensor cores, which this fp32 model does not use
+    wrong = gemm.read_text().replace("const float low = ", "const float low = 2.0f * ", 1)
+    source.write_text(text)
+    gemm.write_text(wrong)
+    assert watch.look() is False
+    said = capsys.readouterr().out
+    assert re.search(r"\n  moe-\S+, bfloat16: ", said) and "\nDIFFERENT, " in said
+    assert "elementwise, experts_mma: compiled" in said
+    gemm.write_text((ops.HERE / "kernels_gemm.cu").read_text())
+    assert watch.look()
+    capsys.readouterr()
 
     number = text[: text.index(SUM)].count("\n") + 1
     right, said = saved(text.replace(SUM, "nonsense"))
     assert right is False and "the old kernels stay" in said
     assert re.search(rf"kernels.cu[(:]{number}\b", said)
 
+    gemm.write_text(gemm.read_text().replace("KERNEL read_all", "KERNEL nobody_reads"))
+    right, said = saved(text.replace(SUM, f"1.0f * {SUM}"))
+    assert "NOT CHECKED, no op test and no step uses it: read\n" in said and right
+    gemm.write_text(gemm.read_text().replace("KERNEL nobody_reads", "KERNEL read_all"))
+    assert watch.look() is False  # nothing at all was checked
+    assert "NOT CHECKED" in capsys.readouterr().out
+
     right, said = saved(text)
-    assert right and re.search(r"\nall equal, [\d.]+ s after the save\n$", said), said
+    assert right and re.search(r"\nall right, [\d.]+ s after the save\n$", said), said
 
 
 def test_watch_needs_kernels(tmp_path) -> None:
