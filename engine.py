@@ -123,7 +123,7 @@ class Engine:
     """A loaded model that decodes requests, one or many together.
 
     Every request's tokens and logits are those of plain decoding alone, whatever the mode, the
-    neighbours or the moment it was scheduled (see design: the lossless contract). `submit` may be
+    neighbours or the moment it was scheduled (README.md: why the bits are equal). `submit` may be
     called from any thread; whoever waits for text drives the steps.
     """
 

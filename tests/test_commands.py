@@ -402,7 +402,7 @@ def log_probabilities(engine: Engine, ids: list[int]) -> np.ndarray:
 def test_library_lines_of_the_readme():
     """The README's example runs as it stands."""
     text = (ROOT / "README.md").read_text()
-    code = text.split("As a library:")[1].split("```python")[1].split("```")[0]
+    code = text.split("As a library")[1].split("```python")[1].split("```")[0]
     assert len(code.strip().splitlines()) <= 14
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120

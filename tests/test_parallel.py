@@ -1,5 +1,5 @@
-"""Tensor parallelism on CPUs: equal bits at every size (R2), rank 0 decides (H2), and one death
-ends all ranks (H1)."""
+"""Tensor parallelism on CPUs: equal bits at every size (R2), rank 0 decides, and one death
+ends all ranks."""
 
 from __future__ import annotations
 
