@@ -11,10 +11,14 @@ same engine on its share of the weights and makes the calls that rank 0's makes 
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `main`: Ctrl-C has nothing to tidy up yet
+
 import dataclasses
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -951,6 +955,8 @@ def main(argv: list[str] | None = None) -> int:
     """The command line (commands.py), under the name that people type."""
     import commands  # here, because it stands on this module
 
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # since this file's first lines
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         comm = parallel.join()
     except UserError as error:

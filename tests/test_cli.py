@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -607,6 +608,17 @@ class TestProcess:
         *_, line = run.stderr.decode().splitlines()
         assert run.returncode == 2 and b"Traceback" not in run.stderr
         assert line.startswith("error: the output cannot be written: No space left on device")
+
+    @pytest.mark.parametrize(
+        "module, status, said", [("tqdm", -signal.SIGINT, b""), ("cupy", 130, b"interrupted\n")]
+    )
+    def test_an_interrupt_while_modules_load(self, tmp_path, module, status, said):
+        """Of the engine's own modules nothing but the end; of those that it loads later a word."""
+        (tmp_path / f"{module}.py").write_text("import os\nos.kill(os.getpid(), 2)\n")
+        command = [sys.executable, str(ROOT / "engine.py"), "--device", "cuda", "--prompt", "x"]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        run = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+        assert (run.returncode, run.stdout, run.stderr) == (status, b"", said)
 
     def test_a_reader_that_leaves(self, tmp_path):
         process = self.start(tmp_path, "--prompt", "hello", "--max-tokens", "60")
