@@ -53,6 +53,8 @@ from tokenizer import Tokenizer
 
 MODES = ("ar", "chain", "tree")
 SHARED_MEMORY = "/dev/shm"
+# What is not finite is found where tokens are chosen, and said there: no need for NumPy's warnings.
+QUIET = np.errstate(over="ignore", invalid="ignore", divide="ignore")
 WARM_UP = 256  # tokens of the text on which rounds are measured
 # What a rank that is started here runs; `parallel.start` adds its rank and their number.
 FOLLOWER = [
@@ -418,6 +420,7 @@ class Engine:
 
     # -- the step loop
 
+    @QUIET
     def step(self, choice: Choice | None = None) -> list[Sequence]:
         """One round for all live sequences; returns those that emitted or ended. For one thread:
         where there are several, `advance` takes the lock. choice: rank 0's, on the other ranks.
@@ -563,6 +566,7 @@ class Engine:
         recorded = self.rounds is not None and not self.rounds.failed
         self.auto.measure(lambda choice: self.seconds(choice, sequence.arrival), recorded)
 
+    @QUIET
     def seconds(self, choice: Choice, arrival: int) -> float | None:
         """How long a round of the one sequence of this number takes; None: pages are short."""
         self.order("seconds", choice, arrival)
@@ -822,7 +826,7 @@ class Engine:
         if self.tokenizer is None:
             raise UserError(
                 f"{self.settings.model.path}: has no tiktoken.model, so text cannot be read; give "
-                "prompts as token ids"
+                "prompts as token ids (prompt_ids in a line of --prompts)"
             )
         return self.tokenizer
 

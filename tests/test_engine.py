@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -583,6 +584,24 @@ class TestNotANumber:
         assert failed.token_ids == answers[1].token_ids[:after]
         assert_same_results(results, [answers[0], *answers[2:]])
         assert_idle(engine)
+
+    @pytest.mark.parametrize(
+        "mode, budget", [("ar", 1), ("chain", 1), ("tree", 8), ("tree", "auto")]
+    )
+    @pytest.mark.parametrize("bad", [np.inf, 1e38])
+    def test_it_is_said_once(self, tmp_path, mode, budget, bad):
+        """By the request's error, and by no warning of NumPy's beside it."""
+
+        def change(tensors):
+            tensors["model.embed_tokens.weight"][POISON] = bad
+
+        directory = write_checkpoint(tmp_path / "toy", drafter={}, change=change)
+        engine = engine_of(directory, drafter=True, batch=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            results = decode(engine, [[1, 2, POISON], [3, 4]], mode, budget)
+        ended = "error" if bad == np.inf else "length"
+        assert [r.finish_reason for r in results] == [ended, "length"]
 
     @pytest.mark.parametrize("mode", MODES)
     def test_broken_entries_stay_where_they_are(self, poisoned, mode):
