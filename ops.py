@@ -1096,11 +1096,12 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
     def _entry(self, op: str, n: int, weight, rope: int, cos, sin, positions, out):
         """Checks what makes a cache entry: returns weight, out and positions."""
         latent = weight.shape[0]
+        whole = latent % 8 == 0 and rope % 8 == 0  # then written 8 numbers at a time
         self._take(op, "cos", cos, FLOAT32, None, rope // 2)
         self._take(op, "sin", sin, FLOAT32, None, rope // 2)
         return (
             self._take(op, "weight", weight, FLOAT32, latent, aligned=True),
-            self._take(op, "out", out, self.act, n, latent + rope, aligned=latent % 8 == 0),
+            self._take(op, "out", out, self.act, n, latent + rope, aligned=whole),
             self._take(op, "positions", self.index(positions), INT32, n),
         )
 
