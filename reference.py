@@ -263,17 +263,21 @@ def _busy() -> bool:
 
 
 def run_parts(parts: list) -> None:
-    """Run callables that write disjoint results on WORKERS threads; a nested call runs in place."""
+    """Run callables that write disjoint results on WORKERS threads, with the caller's settings of
+    floating-point errors; a nested call runs in place."""
     global _POOL
     if _busy():
         for part in parts:
             part()
         return
 
+    errors = np.geterr()  # a thread's own
+
     def marked(part) -> None:
         _THREADS.busy = True
         try:
-            part()
+            with np.errstate(**errors):
+                part()
         finally:
             _THREADS.busy = False
 

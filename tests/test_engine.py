@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from toy import assert_same_results, decode, engine_of, plug, same_bits, write_checkpoint
 
+import reference
 import spec_decode
 from config import UserError
 from engine import Engine
@@ -635,6 +636,15 @@ class TestNotANumber:
         assert failed.finish_reason == "error"
         engine.model.forward = forward
         assert_same_results(decode(engine, [prompt], "tree"), solo(plain, [prompt]))
+
+    @pytest.mark.filterwarnings("error")
+    def test_threads_of_a_product_warn_as_their_caller_does(self):
+        large = np.full(4, 3e38, np.float32)
+        parts = [lambda: large * large] * reference.WORKERS
+        with np.errstate(over="ignore"):
+            reference.run_parts(parts)
+        with np.errstate(over="warn"), pytest.raises(RuntimeWarning, match="overflow"):
+            reference.run_parts(parts)
 
     @pytest.mark.filterwarnings("error")
     @pytest.mark.parametrize("wanted", [{"logprobs": 3}, {"temperature": 1.0, "top_p": 0.5}])
