@@ -7,9 +7,12 @@ the same kernels thread by thread as host code, on arrays of NumPy's. Both have 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import mmap
 import os
+import struct
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -30,13 +33,31 @@ INT32_MAX = 2**31 - 1
 UINT8 = np.dtype(np.uint8)
 UINT64 = np.dtype(np.uint64)
 Defines = tuple[tuple[str, object], ...]  # -D options of one section
-_C_TYPES = {
-    np.dtype(numpy): c
-    for numpy, c in (
-        (np.int32, ctypes.c_int32), (np.int64, ctypes.c_int64), (np.uint32, ctypes.c_uint32),
-        (np.uint64, ctypes.c_uint64), (np.float32, ctypes.c_float),
-    )
-}  # fmt: skip
+MOST_ARGUMENTS = 64  # of a kernel
+# How `struct` puts an argument in 8 bytes; arrays as their addresses.
+_PLACED = {np.int32: "i4x", np.uint32: "I4x", np.float32: "f4x", np.int64: "q", np.uint64: "Q"}
+
+
+@functools.cache
+def _placed(types: tuple[type, ...]) -> struct.Struct:
+    return struct.Struct("=" + "".join(_PLACED.get(t, "Q") for t in types))
+
+
+class _Call(threading.local):
+    """What a dependent launch hands to the driver, made once a thread: it costs more than the
+    launch. values: every argument in 8 bytes; places: where each is."""
+
+    def __init__(self, driver) -> None:
+        attribute, names = driver.CUlaunchAttribute(), driver.CUlaunchAttributeID
+        attribute.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        self.config = driver.CUlaunchConfig()
+        self.config.attrs, self.config.numAttrs = [attribute], 1
+        self.values = (ctypes.c_uint64 * MOST_ARGUMENTS)()
+        begin = ctypes.addressof(self.values)
+        self.places = (ctypes.c_void_p * MOST_ARGUMENTS)(
+            *range(begin, begin + 8 * MOST_ARGUMENTS, 8)
+        )
 
 
 @dataclass(frozen=True)
@@ -109,7 +130,7 @@ class CudaLauncher:
             except ImportError:
                 pass  # kernels are then launched one after the other
             else:
-                self._driver = driver
+                self._driver, self._call = driver, _Call(driver)
         self.limits = Limits(
             name=properties["name"].decode(),
             architecture=f"sm_{device.compute_capability}",
@@ -160,22 +181,16 @@ class CudaLauncher:
         if not dependent or self._driver is None:
             function(grid, block, args, shared_mem=shared_bytes)
             return
-        driver, made = self._driver, self._driver.CUlaunchConfig()
+        driver, made = self._driver, self._call.config
         made.gridDimX, made.gridDimY, made.gridDimZ = grid
         made.blockDimX, made.blockDimY, made.blockDimZ = block
         made.sharedMemBytes = shared_bytes
         made.hStream = driver.CUstream(self.xp.cuda.get_current_stream().ptr)
-        attribute = driver.CUlaunchAttribute()
-        names = driver.CUlaunchAttributeID
-        attribute.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        made.attrs, made.numAttrs = [attribute], 1
-        values = tuple(a.data.ptr if isinstance(a, self.array_type) else a.item() for a in args)
-        types = tuple(
-            ctypes.c_void_p if isinstance(a, self.array_type) else _C_TYPES[a.dtype] for a in args
-        )
+        values = [a.data.ptr if isinstance(a, self.array_type) else a.item() for a in args]
+        _placed(tuple(map(type, args))).pack_into(self._call.values, 0, *values)
         kernel = driver.CUfunction(function.kernel.ptr)
-        (status,) = driver.cuLaunchKernelEx(made, kernel, (values, types), 0)
+        places = ctypes.addressof(self._call.places)
+        (status,) = driver.cuLaunchKernelEx(made, kernel, places, 0)
         if status:
             raise self.xp.cuda.driver.CUDADriverError(int(status))
 
