@@ -29,7 +29,7 @@ from sampling import SamplingParams
 # Operations that are products, and which argument x [T, K] is.
 PRODUCTS = {"_linear": 1, "_mma_gate_up": 1, "mixture": 0}
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-MORE_ROWS = (128,)  # of the experts
+MORE_ROWS = (128, 256, 512, 1024, 2048, 4096)  # of the experts
 CALLS = 8  # of a product in a chain at most, each with weights of its own
 FLUSH = 256 << 20  # bytes read in front of a chain: more than any L2 cache holds
 FEW, MANY = 3, 15  # turns of all, and of the leaders

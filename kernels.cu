@@ -303,6 +303,22 @@ DEVICE T* cluster_map(T* shared, u32 rank) {
 DEVICE void grid_dependency_wait() {}
 DEVICE void grid_dependency_launch() {}
 #endif
+#if WARPGROUPS
+// Products of a warpgroup: d, of 64 x 64, = or += a b, 16 columns of a. In shared memory: blocks of 64
+// rows x 128 bytes, aligned to 1024 bytes, where 16-byte piece i of row r stands at i ^ r % 8; a and
+// b point to a row's 32 bytes. A warp has 16 rows of d: lane 4g + t columns 8j + 2t, 8j + 2t + 1 of rows g
+// (4j, 4j + 1) and g + 8 (4j + 2, 4j + 3). a in registers: as mma_bf16 takes it.
+// warpgroup_arrive, products, warpgroup_commit; then warpgroup_wait<groups that may still run>.
+DEVICE void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N>
+DEVICE void warpgroup_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory"); }
+// What this thread has written to shared memory becomes visible to them.
+DEVICE void warpgroup_see_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE u64 block_descriptor(const void* p) {  // 128-byte swizzle, 1024 bytes between eights of rows
+  return (u64)(shared_address(p) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+#endif
 // The first `bytes` of 16, the others zero.
 DEVICE void cp_async_16(void* shared, const void* global, int bytes = 16) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
@@ -370,6 +386,10 @@ struct Ring {
   }
 };
 
+DEVICE float4 add4(float4 a, float4 b) {
+  return float4{__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w)};
+}
+
 // n (a power of two, at most WARPS / 2) sums that lie `apart`, added pairwise.
 DEVICE float4 join(const float4* of, int apart, int n) {
   float4 v[WARPS / 2];
@@ -385,6 +405,50 @@ DEVICE float4 join(const float4* of, int apart, int n) {
         v[i].z = __fadd_rn(v[i].z, v[i + d].z), v[i].w = __fadd_rn(v[i].w, v[i + d].w);
       }
   return v[0];
+}
+
+// INT4 weights as tensor cores take them (of pack_int4). Codes are exact in bfloat16 and come times 2^-6,
+// which scales a sum and changes no other bit of it: FROM_CODES undoes it.
+constexpr int TILE_GROUP = 288;  // bytes of one group of a tile: codes of 16 x 32, 16 scales
+constexpr float FROM_CODES = 64.0f;
+
+// Nibbles 0 and 4, 1 and 5, 2 and 6, 3 and 7 of q as two bfloat16 codes -8 .. 7, times 2^-6. The bits of
+// a bfloat16 below 2^-125 are an integer times 2^-133, so a nibble need not be moved to be a number.
+DEVICE void eight_codes(u32 q, u32 (&codes)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+#ifdef KDTREE_EMULATOR
+    const float low = (float)((int)((q >> (4 * i)) & 15u) - 8) / FROM_CODES;
+    const float high = (float)((int)((q >> (16 + 4 * i)) & 15u) - 8) / FROM_CODES;
+    codes[i] = __float_as_uint(low) >> 16 | __float_as_uint(high);
+#else
+    const u32 nibbles = (i < 2 ? q : q >> 8) & (i % 2 ? 0x00f000f0u : 0x000f000fu);
+    const u32 factor = i % 2 ? 0x7d007d00u : 0x7f007f00u;  // 2^123 or 2^127; then - 8 * 2^-6
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+        : "=r"(codes[i]) : "r"(nibbles), "r"(factor), "r"(0xbe00be00u));
+#endif
+  }
+}
+
+// N words at an address aligned for the widest loads that divide them.
+template <int N>
+DEVICE void load_words(const unsigned char* from, u32 (&to)[N]) {
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) {
+      const uint4 v = ((const uint4*)from)[i];
+      to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
+    }
+  } else if constexpr (N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+      const uint2 v = ((const uint2*)from)[i];
+      to[2 * i] = v.x, to[2 * i + 1] = v.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) to[i] = ((const u32*)from)[i];
+  }
 }
 
 // ==== elementwise ====

@@ -197,20 +197,6 @@ DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
 }
 #if WARPGROUPS
-// Products of a warpgroup: d, of 64 x 64, = or += a b, 16 columns of a. In shared memory: blocks of 64
-// rows x 128 bytes, aligned to 1024 bytes, where 16-byte piece i of row r stands at i ^ r % 8; a and
-// b point to a row's 32 bytes. A warp has 16 rows of d: lane 4g + t columns 8j + 2t, 8j + 2t + 1 of rows g
-// (4j, 4j + 1) and g + 8 (4j + 2, 4j + 3). a in registers: as mma_bf16 takes it.
-// warpgroup_arrive, products, warpgroup_commit; then warpgroup_wait<groups that may still run>.
-DEVICE void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N>
-DEVICE void warpgroup_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory"); }
-// What this thread has written to shared memory becomes visible to them.
-DEVICE void warpgroup_see_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-DEVICE u64 block_descriptor(const void* p) {  // 128-byte swizzle, 1024 bytes between eights of rows
-  return (u64)(shared_address(p) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
 #define SUMS_OF_64                                                                                 \
   "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"    \
   "%25,%26,%27,%28,%29,%30,%31}"

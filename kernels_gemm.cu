@@ -362,10 +362,6 @@ struct WideShape {
   int* arrived;         // [row tiles, output tiles]: zeros, here and after it
 };
 
-DEVICE float4 add(float4 a, float4 b) {
-  return float4{__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w)};
-}
-
 // v.x, v.y: row g of a tile of weights, rows t and t + 1 of x; v.z, v.w: row 8 + g of the tile.
 DEVICE void put_wide(void* y, const WideShape& s, int tile, int t, float4 v) {
   const int g = (threadIdx.x & 31) / 4;
@@ -461,10 +457,10 @@ DEVICE void wide_mma(const bf16* x, const unsigned char* weight, void* y, const 
       for (int n = 0; n < NT; n++) {
         float4 v = {sum[m][n][0], sum[m][n][1], sum[m][n][2], sum[m][n][3]};
         if (part & 1) {
-          v = add(float4{kept[m][n][0], kept[m][n][1], kept[m][n][2], kept[m][n][3]}, v);
+          v = add4(float4{kept[m][n][0], kept[m][n][1], kept[m][n][2], kept[m][n][3]}, v);
           float4* of = waiting + (m * NT + n) * THREADS;  // read and written by this thread alone
           int level = 1;
-          for (; (part >> level) & 1; level++, of += MW * NT * THREADS) v = add(*of, v);
+          for (; (part >> level) & 1; level++, of += MW * NT * THREADS) v = add4(*of, v);
           if (!last) *of = v;
         } else {
           kept[m][n][0] = v.x, kept[m][n][1] = v.y, kept[m][n][2] = v.z, kept[m][n][3] = v.w;
@@ -557,7 +553,7 @@ DEVICE void wide_mma(const bf16* x, const unsigned char* weight, void* y, const 
       for (int n = 0; n < NT; n++)
         if (n * WK / NT == share) {
           float4 v = {sum[m][n][0], sum[m][n][1], sum[m][n][2], sum[m][n][3]};
-          if (WK > 1) v = add(others[(m * NT + n) * UNITS + unit], v);
+          if (WK > 1) v = add4(others[(m * NT + n) * UNITS + unit], v);
           take(m, n, v);
         }
   };
@@ -761,50 +757,7 @@ absorb_v_mma(const bf16* o,       // [T, H, latent]
 static_assert(PARTS <= WARPS && (PARTS & (PARTS - 1)) == 0, "one warp a part, joined pairwise");
 
 // A chunk of weights: 2 tiles of 16 rows x GROUPS quantisation groups (of pack_int4). b: 8 rows of x,
-// the same columns. A group starts from zero and joins by fma(scale, group, sum). Codes are exact in
-// bfloat16 and come times 2^-6, which scales a sum and changes no other bit of it: FROM_CODES undoes it.
-constexpr int TILE_GROUP = 288;  // bytes of one group of a tile: codes of 16 x 32, 16 scales
-constexpr float FROM_CODES = 64.0f;
-
-// Nibbles 0 and 4, 1 and 5, 2 and 6, 3 and 7 of q as two bfloat16 codes -8 .. 7, times 2^-6. The bits of
-// a bfloat16 below 2^-125 are an integer times 2^-133, so a nibble need not be moved to be a number.
-DEVICE void eight_codes(u32 q, u32 (&codes)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-#ifdef KDTREE_EMULATOR
-    const float low = (float)((int)((q >> (4 * i)) & 15u) - 8) / FROM_CODES;
-    const float high = (float)((int)((q >> (16 + 4 * i)) & 15u) - 8) / FROM_CODES;
-    codes[i] = __float_as_uint(low) >> 16 | __float_as_uint(high);
-#else
-    const u32 nibbles = (i < 2 ? q : q >> 8) & (i % 2 ? 0x00f000f0u : 0x000f000fu);
-    const u32 factor = i % 2 ? 0x7d007d00u : 0x7f007f00u;  // 2^123 or 2^127; then - 8 * 2^-6
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
-        : "=r"(codes[i]) : "r"(nibbles), "r"(factor), "r"(0xbe00be00u));
-#endif
-  }
-}
-
-// N words at an address aligned for the widest loads that divide them.
-template <int N>
-DEVICE void load_words(const unsigned char* from, u32 (&to)[N]) {
-  if constexpr (N % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < N / 4; i++) {
-      const uint4 v = ((const uint4*)from)[i];
-      to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
-    }
-  } else if constexpr (N % 2 == 0) {
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) {
-      const uint2 v = ((const uint2*)from)[i];
-      to[2 * i] = v.x, to[2 * i + 1] = v.y;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; i++) to[i] = ((const u32*)from)[i];
-  }
-}
-
+// the same columns. A group starts from zero and joins by fma(scale, group, sum).
 // reload(k) makes b[k] that of the next chunk, as soon as this one is done with it.
 template <int GROUPS, class Reload>
 DEVICE void multiply(const unsigned char* chunk, const uint4 (&b)[GROUPS], float (&sum)[2][4],
@@ -1248,4 +1201,525 @@ expert_down_mma(const bf16* h,                // [T * TOP_K, width], 16-byte ali
     }
     if (leaf + 1 < LEAVES) __syncthreads();  // all slots are read before the next leaf fills them
   }
+}
+
+// ==== experts_wide ====
+
+// The sums of expert_gate_up_mma and expert_down_mma, bit for bit, for many rows: the rows of an expert
+// are taken together, so that its weights are read once for up to 8 EIGHTS of them, and a fragment
+// that is unpacked once serves them all. Defines as in experts_mma; -DEIGHTS, -DBY_WARPGROUPS,
+// -DUP_STAGES, -DUP_RESIDENT, -DDOWN_RESIDENT: of the variant.
+//
+// A tile is {expert, first place in its list, pairs}. A warp has 32 rows of weights (one block of
+// pack_int4) and all rows of x of a tile, which come through shared memory: there [groups, MOST, 32].
+// Warpgroups multiply what four warps have: they read x themselves, in blocks of two groups,
+// [groups / 2, MOST, 64], whose 16-byte pieces are swizzled. The columns of a group then stand in the order
+// in which mma takes them (`place_of`), in x as in h.
+static_assert((PARTS & (PARTS - 1)) == 0, "parts join pairwise");
+constexpr int MOST = 8 * EIGHTS;          // rows of x of a tile
+constexpr int SETS = THREADS / 4 / MOST;  // groups of columns that all threads copy at once
+static_assert(SETS >= 1, "four threads a row of x");
+
+// Where column c of a group stands: lane t of a fragment has 8t, 8t + 1, ... and mma takes a pair of each.
+DEVICE int place_of(int c) { return BY_WARPGROUPS ? c % 8 / 2 * 8 + c / 8 * 2 + c % 2 : c; }
+
+#if BY_WARPGROUPS && !defined(KDTREE_EMULATOR)
+#define SUMS_4 "%0,%1,%2,%3"
+#define SUMS_8 SUMS_4 ",%4,%5,%6,%7"
+#define SUMS_12 SUMS_8 ",%8,%9,%10,%11"
+#define SUMS_16 SUMS_12 ",%12,%13,%14,%15"
+#define SUMS_20 SUMS_16 ",%16,%17,%18,%19"
+#define SUMS_24 SUMS_20 ",%20,%21,%22,%23"
+#define FOUR_SUMS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+// Sums that were waited for: what reads them stays behind that wait.
+template <int M>
+DEVICE void warpgroup_see_sums(float (&d)[M]) {
+#pragma unroll
+  for (int i = 0; i < M; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+// d, of 64 x N, = or += a b: a in registers, N rows of b in memory.
+#define ROWS_MMA(M, N, A, B, ADD, ...)                                                             \
+  DEVICE void warpgroup_mma_rows(float (&d)[M], const u32 (&a)[4], const void* b, bool add) {      \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\n"                              \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" SUMS_##M "}, {" A    \
+                 "}, " B ", add, 1, 1, 0;\n}"                                                      \
+                 : __VA_ARGS__                                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(block_descriptor(b)),           \
+                   "r"((int)add));                                                                 \
+  }
+ROWS_MMA(4, 8, "%4,%5,%6,%7", "%8", "%9", FOUR_SUMS(0))
+ROWS_MMA(8, 16, "%8,%9,%10,%11", "%12", "%13", FOUR_SUMS(0), FOUR_SUMS(4))
+ROWS_MMA(12, 24, "%12,%13,%14,%15", "%16", "%17", FOUR_SUMS(0), FOUR_SUMS(4), FOUR_SUMS(8))
+ROWS_MMA(16, 32, "%16,%17,%18,%19", "%20", "%21", FOUR_SUMS(0), FOUR_SUMS(4), FOUR_SUMS(8),
+         FOUR_SUMS(12))
+ROWS_MMA(20, 40, "%20,%21,%22,%23", "%24", "%25", FOUR_SUMS(0), FOUR_SUMS(4), FOUR_SUMS(8),
+         FOUR_SUMS(12), FOUR_SUMS(16))
+ROWS_MMA(24, 48, "%24,%25,%26,%27", "%28", "%29", FOUR_SUMS(0), FOUR_SUMS(4), FOUR_SUMS(8),
+         FOUR_SUMS(12), FOUR_SUMS(16), FOUR_SUMS(20))
+#endif
+
+template <int N>
+struct Count {
+  static constexpr int value = N;
+};
+
+// run(Count<n>), n in 1 .. N: code without branches for every number of eights.
+template <int N = EIGHTS, class Run>
+DEVICE void with_count(int n, const Run& run) {
+  if constexpr (N > 1)
+    if (n < N) return with_count<N - 1>(n, run);
+  run(Count<N>());
+}
+
+// Sums of 2 tiles of 16 weights a warp and N eights of x, in the order of `multiply` of experts_mma.
+template <int N>
+struct Product {
+  float (&sum)[2][EIGHTS][4];
+
+  // One group of tile m, of which `of` has the sums.
+  DEVICE_METHOD void join(int m, u32 scales, const float* of) {
+    const float low = __uint_as_float(scales << 16), high = __uint_as_float(scales & 0xffff0000u);
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      sum[m][n][0] = __fmaf_rn(low, of[4 * n], sum[m][n][0]);
+      sum[m][n][1] = __fmaf_rn(low, of[4 * n + 1], sum[m][n][1]);
+      sum[m][n][2] = __fmaf_rn(high, of[4 * n + 2], sum[m][n][2]);
+      sum[m][n][3] = __fmaf_rn(high, of[4 * n + 3], sum[m][n][3]);
+    }
+  }
+
+  // Adds a chunk of GROUPS groups of weights times x in shared memory. between(): at some place of it.
+#if BY_WARPGROUPS
+  // One tile is multiplied while the other's sums are joined. Nothing runs on from one chunk to the next:
+  // the compiler would wait for every single product. `between` is where both are busy.
+  template <int GROUPS, class Between>
+  DEVICE_METHOD void add(const unsigned char* chunk, const unsigned char* x, const Between& between) {
+    static_assert(GROUPS % 2 == 0, "blocks of two groups");
+    const int lane = threadIdx.x & 31;
+    float group[2][4 * N];
+    u32 scales[2][GROUPS], codes[2][4];
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+      load_words(chunk + (m * TILE_GROUP + 256) * GROUPS + lane / 4 * GROUPS * 4, scales[m]);
+    auto start = [&](int k, int m) {
+      if (k % 2 == 0) load_words(chunk + m * TILE_GROUP * GROUPS + (k / 2 * 32 + lane) * 16, codes[m]);
+      u32 a[2][4];
+      eight_codes(codes[m][k % 2 * 2], a[0]), eight_codes(codes[m][k % 2 * 2 + 1], a[1]);
+      const unsigned char* b = x + k / 2 * MOST * 128 + k % 2 * 64;
+      warpgroup_arrive();
+      warpgroup_mma_rows(group[m], a[0], b, false);
+      warpgroup_mma_rows(group[m], a[1], b + 32, true);
+      warpgroup_commit();
+    };
+    start(0, 0);
+#pragma unroll
+    for (int k = 0; k < GROUPS; k++) {
+      start(k, 1);
+      if (k + 1 == GROUPS / 2) between();
+      warpgroup_wait<1>();
+      warpgroup_see_sums(group[0]);
+      join(0, scales[0][k], group[0]);
+      if (k + 1 < GROUPS) start(k + 1, 0), warpgroup_wait<1>();
+      else warpgroup_wait<0>();
+      warpgroup_see_sums(group[1]);
+      join(1, scales[1][k], group[1]);
+    }
+  }
+#else
+  template <int GROUPS, class Between>
+  DEVICE_METHOD void add(const unsigned char* chunk, const unsigned char* x, const Between& between) {
+    between();
+    constexpr int TOGETHER = GROUPS % 2 ? 1 : 2;  // groups whose codes lie side by side in a lane
+    const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
+    x += g * 64 + t * 16;
+#pragma unroll 1
+    for (int p = 0; p < GROUPS; p += TOGETHER) {
+      u32 codes[2][2 * TOGETHER], scales[2][TOGETHER];
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        const unsigned char* of = chunk + m * TILE_GROUP * GROUPS;
+        load_words(of + p * 256 + lane * TOGETHER * 8, codes[m]);
+        load_words(of + 256 * GROUPS + (g * GROUPS + p) * 4, scales[m]);
+      }
+#pragma unroll
+      for (int i = 0; i < TOGETHER; i++) {
+        u32 a[2][2][4];
+        float group[2][4 * N] = {};
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+#pragma unroll
+          for (int half = 0; half < 2; half++) eight_codes(codes[m][2 * i + half], a[m][half]);
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+          const uint4 b = *(const uint4*)(x + ((p + i) * MOST + n * 8) * 64);
+#pragma unroll
+          for (int m = 0; m < 2; m++) {
+            float (&of)[4] = *(float(*)[4])(group[m] + 4 * n);
+            mma_bf16(of, a[m][0], b.x, b.y);
+            mma_bf16(of, a[m][1], b.z, b.w);
+          }
+        }
+#pragma unroll
+        for (int m = 0; m < 2; m++) join(m, scales[m][i], group[m]);
+      }
+    }
+  }
+#endif
+};
+
+// x with the columns of every group where warpgroups want them. grid ceil(n / THREADS); a thread makes
+// 16 bytes.
+KERNEL place_columns(const bf16* x,  // [T, K], 16-byte aligned rows
+                     bf16* out,      // likewise
+                     i64 n) {        // T * K / 8
+  begin_dependent();
+  const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
+  if (i >= n) return;
+  const u32* from = (const u32*)x + i / 4 * 16 + i % 4;
+  ((uint4*)out)[i] = uint4{from[0], from[4], from[8], from[12]};
+}
+
+// The pairs of every expert, and tiles of them: as few as hold them, of nearly equal numbers of
+// eights, experts ascending. ids outside [0, E) are filler and in no list. A warp makes one list; the
+// block that comes last makes the tiles. grid ceil(E / WARPS).
+KERNEL expert_lists(const int* ids,  // [T, TOP_K], distinct in a row; 16-byte aligned
+                    int* lists,      // [E, T]: pair numbers, ascending
+                    int* counts,     // [E]
+                    int4* tiles,     // [min(P, E + P / MOST)], P = T * TOP_K
+                    int* n_tiles,    // [1]
+                    u32* arrived,    // [1]: zero, here and after it
+                    int T, int E) {
+  __shared__ int shared[WARPS];
+  __shared__ u32 before;
+  begin_dependent();
+  const int P = T * TOP_K, lane = threadIdx.x & 31, e = blockIdx.x * WARPS + threadIdx.x / 32;
+  const u32 lower = (1u << lane) - 1;
+  int n = 0;
+  auto find = [&](const int (&of)[4], int first) {  // in pairs first + 4 * lane ...
+    u32 there[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) there[i] = __ballot_sync(ALL, of[i] == e);
+    int at = n;
+#pragma unroll
+    for (int i = 0; i < 4; i++) at += __popc(there[i] & lower), n += __popc(there[i]);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (of[i] == e) lists[(i64)e * T + at++] = first + 4 * lane + i;
+  };
+  if (e < E) {
+    constexpr int AHEAD = 8;  // loads on their way: none may wait for a store to `lists`
+    int first = 0;
+#pragma unroll 1
+    for (; first + 128 * AHEAD <= P; first += 128 * AHEAD) {
+      int4 v[AHEAD];
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) v[i] = ((const int4*)(ids + first))[i * 32 + lane];
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++)
+        if (__any_sync(ALL, v[i].x == e || v[i].y == e || v[i].z == e || v[i].w == e))
+          find({v[i].x, v[i].y, v[i].z, v[i].w}, first + 128 * i);
+    }
+#pragma unroll 1
+    for (; first + 128 <= P; first += 128) {
+      const int4 v = ((const int4*)(ids + first))[lane];
+      find({v.x, v.y, v.z, v.w}, first);
+    }
+    int of[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) of[i] = first + 4 * lane + i < P ? ids[first + 4 * lane + i] : -1;
+    find(of, first);
+    if (lane == 0) counts[e] = n;
+  }
+  __threadfence();
+  __syncthreads();  // all of this block's counts are where others see them
+  if (threadIdx.x == 0) {
+    before = atomicInc(arrived, gridDim.x - 1);  // which ends at zero
+    __threadfence();
+  }
+  __syncthreads();  // `before` is known
+  if (before + 1 < gridDim.x) return;
+  const int per = (E + THREADS - 1) / THREADS, begin = threadIdx.x * per, end = min(E, begin + per);
+  auto tiles_of = [&](int e) { return (counts[e] + MOST - 1) / MOST; };
+  int own = 0;
+  for (int e = begin; e < end; e++) own += tiles_of(e);
+  int at = block_before(own, shared);
+  if (threadIdx.x == THREADS - 1) *n_tiles = at + own;
+  for (int e = begin; e < end; e++) {
+    const int count = counts[e], eights = (count + 7) / 8, n = tiles_of(e);
+    for (int i = 0; i < n; i++) {
+      const int first = eights * i / n * 8;
+      tiles[at++] = int4{e, first, min(count, eights * (i + 1) / n * 8) - first, 0};
+    }
+  }
+}
+
+// Rows of a tile on their way to shared memory: a thread copies pieces of one; rows past the last are zeros.
+struct Rows {
+  const bf16* from;  // of the first group, for threads that copy the first
+  int bytes;         // of a piece that are there
+  bool copies;
+
+  // The n pairs of `list`, `each` of which share a row of x [.., columns].
+  DEVICE_METHOD Rows(const bf16* x, const int* list, int n, int columns, int each) {
+    const int row = threadIdx.x / 4 % MOST;
+    bytes = row < n ? 16 : 0, copies = threadIdx.x / 4 / MOST < SETS;
+    from = x + (i64)(list[row < n ? row : 0] / each) * columns + threadIdx.x % 4 * 8;
+  }
+
+  // GROUPS groups, from column group `first` on.
+  template <int GROUPS>
+  DEVICE_METHOD void fetch(unsigned char* to, int first) const {
+    const int row = threadIdx.x / 4 % MOST, set = threadIdx.x / 4 / MOST, t = threadIdx.x % 4;
+    const bf16* of = from + first * 32;
+    if (!copies) return;
+#pragma unroll
+    for (int i = 0; i < GROUPS; i += SETS) {
+      if (i + set >= GROUPS) continue;
+#if BY_WARPGROUPS
+      // Neighbouring rows write to other banks.
+      const int even = SETS > 1 ? set : i, half = even % 2 ^ row % 2, pair = (i + (SETS > 1 ? set : 0)) / 2;
+      cp_async_16(to + pair * MOST * 128 + row * 128 + ((half * 4 + t) ^ row % 8) * 16,
+                  of + pair * 64 + half * 32, bytes);
+#else
+      cp_async_16(to + ((i + set) * MOST + row) * 64 + t * 16, of + (i + set) * 32, bytes);
+#endif
+    }
+  }
+};
+
+// What this thread copied is there, but for the last N groups, for whoever multiplies after a barrier.
+template <int N>
+DEVICE void wait_for_rows() {
+  cp_async_wait<N>();
+#if BY_WARPGROUPS
+  warpgroup_see_shared();
+#endif
+}
+
+// h[pair] = SiLU(gate) * up, rounded. A block takes a tile and 16 * WARPS columns of h; a warp adds the
+// PARTS parts of K one after the other, and joins them as a binary counter carries: the first level
+// in registers, the others in shared memory.
+// grid (ceil(BLOCKS / WARPS), tiles at most); shared: rings, [UP_STAGES] places of x, then waiting
+// parts, [levels, 2 EIGHTS, THREADS] float4, barriers.
+extern "C" __global__ void __launch_bounds__(THREADS, UP_RESIDENT)
+expert_gate_up_wide(const bf16* x,                // [T, K], 16-byte aligned rows, columns as `place_of`
+                    const int* lists,             // these of expert_lists
+                    const int4* tiles,
+                    const int* n_tiles,
+                    const unsigned char* weight,  // of pack_int4, [E, BLOCKS, ...]
+                    bf16* h,                      // [T * TOP_K, 16 * BLOCKS], likewise
+                    int T,
+                    int chunks) {  // of a part
+  extern __shared__ __align__(1024) unsigned char memory[];
+  constexpr int WEIGHTS = 2 * UP_GROUPS * TILE_GROUP, PLACE = UP_GROUPS * MOST * 64;
+  constexpr int LEVELS = PARTS > 4 ? 2 : PARTS > 2 ? 1 : 0;
+  static_assert(PARTS <= 8 && UP_STAGES >= 3, "levels of waiting parts; the chunks before, here and next");
+  begin_dependent();
+  if (blockIdx.y >= *n_tiles) return;
+  const int4 tile = tiles[blockIdx.y];
+  const int* list = lists + (i64)tile.x * T + tile.y;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int block = blockIdx.x * WARPS + warp, all = PARTS * chunks;
+  unsigned char* places = memory + WARPS * UP_STAGES * WEIGHTS;
+  float4* waiting = (float4*)(places + UP_STAGES * PLACE);
+  u64* barriers = (u64*)(waiting + LEVELS * 2 * EIGHTS * THREADS);
+  waiting += threadIdx.x;
+  Ring<UP_STAGES> ring(memory + warp * UP_STAGES * WEIGHTS, barriers + warp * UP_STAGES, WEIGHTS);
+
+  // Warps past the last block multiply it again: warpgroups need all of theirs.
+  const unsigned char* from = weight + ((i64)tile.x * BLOCKS + min(block, BLOCKS - 1)) * all * WEIGHTS;
+  int put_piece = 0, put_part = 0;
+  auto there = [&] { return put_part < PARTS; };
+  auto advance = [&] {
+    put_piece += PARTS;
+    if (put_piece >= all) put_piece = ++put_part;
+  };
+#pragma unroll 1
+  for (int i = 0; i < UP_STAGES; i++) ring.start(i, from + (i64)put_piece * WEIGHTS, there()), advance();
+  const Rows rows(x, list, tile.z, all * UP_GROUPS * 32, TOP_K);
+  int put = 0, place = 0, put_place = 0;
+  auto fetch = [&] {
+    if (put < all) rows.fetch<UP_GROUPS>(places + put_place * PLACE, put * UP_GROUPS);
+    cp_async_commit();
+    put++;
+    if (++put_place == UP_STAGES) put_place = 0;
+  };
+#pragma unroll 1
+  for (int i = 0; i < UP_STAGES - 1; i++) fetch();
+  wait_for_rows<UP_STAGES - 2>();
+  __syncthreads();  // the first chunk is there for all
+
+  float sum[2][EIGHTS][4] = {}, kept[2][EIGHTS][4] = {};
+  auto finish_part = [&](int part) {  // `sum` goes to where its right neighbour finds it, or to the left one
+    const bool last = part + 1 == PARTS;
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+      for (int n = 0; n < EIGHTS; n++) {
+        float4 v = {sum[m][n][0], sum[m][n][1], sum[m][n][2], sum[m][n][3]};
+        if (part & 1) {
+          v = add4(float4{kept[m][n][0], kept[m][n][1], kept[m][n][2], kept[m][n][3]}, v);
+          float4* of = waiting + (m * EIGHTS + n) * THREADS;  // read and written by this thread alone
+          int level = 1;
+          for (; (part >> level) & 1; level++, of += 2 * EIGHTS * THREADS) v = add4(*of, v);
+          if (!last) *of = v;
+        } else {
+          kept[m][n][0] = v.x, kept[m][n][1] = v.y, kept[m][n][2] = v.z, kept[m][n][3] = v.w;
+        }
+        if (!last) v = float4{0, 0, 0, 0};
+        sum[m][n][0] = v.x, sum[m][n][1] = v.y, sum[m][n][2] = v.z, sum[m][n][3] = v.w;
+      }
+  };
+  with_count((tile.z + 7) / 8, [&](auto count) {
+    Product<decltype(count)::value> product{sum};
+    int part = 0, chunk = 0;
+#pragma unroll 1
+    for (int i = 0; i < all; i++) {
+      product.template add<UP_GROUPS>(ring.get(), places + place * PLACE, [&] {
+        wait_for_rows<UP_STAGES - 3>();
+        __syncthreads();  // the next chunk is there for all, and all have read the one before this
+        fetch();
+      });
+      ring.replace(from + (i64)put_piece * WEIGHTS, there());
+      advance();
+      if (++place == UP_STAGES) place = 0;
+      if (++chunk < chunks) continue;
+      if (PARTS > 1) finish_part(part);
+      chunk = 0, part++;
+    }
+  });
+  if (block >= BLOCKS) return;
+#pragma unroll
+  for (int n = 0; n < EIGHTS; n++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int of = n * 8 + 2 * t + i;
+      if (of >= tile.z) continue;
+      bf16* to = h + (i64)list[of] * BLOCKS * 16 + block / 2 * 32;
+#pragma unroll
+      for (int m = 0; m < 2; m++)
+        store(to + place_of(block % 2 * 16 + m * 8 + g),
+              __fmul_rn(silu(__fmul_rn(sum[m][n][i], FROM_CODES)), __fmul_rn(sum[m][n][2 + i], FROM_CODES)));
+    }
+}
+
+// slots[pair, leaf]: an expert's sums of `blocks` blocks of 32 outputs, from `first_block` on, unweighted;
+// float4 g of a block: outputs g, 8 + g, 16 + g, 24 + g. A sum adds its groups ascending. A block takes a
+// tile, a leaf and `each` blocks of outputs, every WARPS-th a warp.
+// grid (ceil(blocks / each), tiles at most, LEAVES); shared: rings, x [width / LEAVES / 32, MOST, 32],
+// barriers.
+extern "C" __global__ void __launch_bounds__(THREADS, DOWN_RESIDENT)
+expert_down_wide(const bf16* h,                // [T * TOP_K, width], of expert_gate_up_wide
+                 const int* lists,             // these of expert_lists
+                 const int4* tiles,
+                 const int* n_tiles,
+                 const unsigned char* weight,  // of pack_int4, [E, all_blocks, ...]
+                 float4* slots,                // [T * TOP_K, LEAVES, blocks, 8]
+                 int T, int width, int all_blocks, int first_block, int blocks, int each) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  constexpr int bytes = 2 * DOWN_GROUPS * TILE_GROUP;
+  begin_dependent();
+  if (blockIdx.y >= *n_tiles) return;
+  const int4 tile = tiles[blockIdx.y];
+  const int* list = lists + (i64)tile.x * T + tile.y;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int leaf = blockIdx.z, leaf_width = width / LEAVES;
+  const int chunks = leaf_width / 32 / DOWN_GROUPS, end = min(blocks, (int)(blockIdx.x + 1) * each);
+  unsigned char* rows = memory + WARPS * STAGES * bytes;
+  u64* barriers = (u64*)(rows + leaf_width * MOST * 2);
+  Ring<STAGES> ring(memory + warp * STAGES * bytes, barriers + warp * STAGES, bytes);
+
+  int put = blockIdx.x * each, put_chunk = 0;  // of all warps: the first block
+  auto there = [&] { return put < end; };
+  auto from = [&] {  // past the last block that one again: warpgroups need all of their warps
+    const i64 block = (i64)tile.x * all_blocks + first_block + min(put + warp, end - 1);
+    return weight + ((block * LEAVES + leaf) * chunks + put_chunk) * bytes;
+  };
+  auto advance = [&] {
+    if (++put_chunk == chunks) put_chunk = 0, put += WARPS;
+  };
+#pragma unroll
+  for (int i = 0; i < STAGES; i++) ring.start(i, from(), there()), advance();
+  const Rows fetched(h, list, tile.z, width, 1);
+#pragma unroll 1
+  for (int c = 0; c < chunks; c++)
+    fetched.fetch<DOWN_GROUPS>(rows + c * DOWN_GROUPS * MOST * 64, (leaf * chunks + c) * DOWN_GROUPS);
+  cp_async_commit();
+  wait_for_rows<0>();
+  __syncthreads();  // the rows are there for all
+
+  with_count((tile.z + 7) / 8, [&](auto count) {
+#pragma unroll 1
+    for (int first = blockIdx.x * each; first < end; first += WARPS) {
+      const int block = first + warp;
+      float sum[2][EIGHTS][4] = {};
+      Product<decltype(count)::value> product{sum};
+#pragma unroll 1
+      for (int c = 0; c < chunks; c++) {
+        product.template add<DOWN_GROUPS>(ring.get(), rows + c * DOWN_GROUPS * MOST * 64, [] {});
+        ring.replace(from(), there());
+        advance();
+      }
+#pragma unroll
+      for (int n = 0; n < decltype(count)::value; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const int of = n * 8 + 2 * t + i;
+          if (of < tile.z && block < end)
+            slots[(((i64)list[of] * LEAVES + leaf) * blocks + block) * 8 + g] =
+                float4{sum[0][n][i], sum[0][n][2 + i], sum[1][n][i], sum[1][n][2 + i]};
+        }
+    }
+  });
+}
+
+// out[t, o] of `blocks` blocks of 32 outputs: in every leaf, routed experts by ascending id, weighted, then
+// the shared one; then the leaf tree (R4), as expert_down_mma has it. grid ceil(T * blocks * 8 / THREADS).
+KERNEL expert_sum(const float4* slots,   // of expert_down_wide
+                  const int* ids,        // [T, TOP_K] ascending in a row; outside [0, E): filler
+                  const float* weights,  // [T, TOP_K]
+                  const float* shared,   // [T, LEAVES, hidden], read if has_shared
+                  float* out,            // [T, hidden]
+                  int T, int E, int hidden, int first_block, int blocks, int has_shared) {
+  begin_dependent();
+  const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
+  if (i >= (i64)T * blocks * 8) return;
+  const int row = i / (blocks * 8), of = i % (blocks * 8);
+  const int column = (first_block + of / 8) * 32 + of % 8;
+  constexpr int LEVELS = LEAVES > 4 ? 3 : LEAVES > 2 ? 2 : LEAVES > 1 ? 1 : 0;
+  static_assert(LEAVES <= 8, "levels of waiting leaves");
+  float factors[TOP_K];
+  bool real[TOP_K];
+#pragma unroll
+  for (int k = 0; k < TOP_K; k++) {
+    const int e = ids[row * TOP_K + k];
+    real[k] = e >= 0 && e < E;  // filler adds 0 * 0
+    factors[k] = real[k] ? __fmul_rn(weights[row * TOP_K + k], FROM_CODES) : 0.0f;
+  }
+  float4 waiting[LEVELS + 1];
+#pragma unroll
+  for (int leaf = 0; leaf < LEAVES; leaf++) {
+    float4 v[TOP_K], total = {0, 0, 0, 0};
+#pragma unroll
+    for (int k = 0; k < TOP_K; k++) {
+      v[k] = float4{0, 0, 0, 0};
+      if (real[k]) v[k] = slots[(((i64)row * TOP_K + k) * LEAVES + leaf) * blocks * 8 + of];
+    }
+#pragma unroll
+    for (int k = 0; k < TOP_K; k++) {
+      total.x = __fmaf_rn(factors[k], v[k].x, total.x), total.y = __fmaf_rn(factors[k], v[k].y, total.y);
+      total.z = __fmaf_rn(factors[k], v[k].z, total.z), total.w = __fmaf_rn(factors[k], v[k].w, total.w);
+    }
+    if (has_shared) {
+      const float* beside = shared + ((i64)row * LEAVES + leaf) * hidden + column;
+      total = add4(total, float4{beside[0], beside[8], beside[16], beside[24]});
+    }
+    int level = 0;
+#pragma unroll
+    for (; level < LEVELS && (leaf >> level) & 1; level++) total = add4(waiting[level], total);
+    waiting[level] = total;
+  }
+  float* to = out + (i64)row * hidden + column;
+  const float4 total = waiting[LEVELS];
+  to[0] = total.x, to[8] = total.y, to[16] = total.z, to[24] = total.w;
 }

@@ -41,6 +41,7 @@ from launchers import (
 )
 from ops_mma import (
     COLUMN_TILES,
+    MANY_FROM,
     MEETING_BYTES,
     MEETINGS,
     PARTS_BYTES,
@@ -53,6 +54,7 @@ from ops_mma import (
     TensorMatrix,
     TensorMlp,
     attention_defines,
+    many_bytes,
     mma_needs,
     parts_of,
 )
@@ -173,7 +175,10 @@ INSTEAD = {
     **dict.fromkeys(("expert_gate_up_mma", "expert_down_mma"), "use kernels.moe: simple"),
 }
 # Take fewer rows where there is less room; attention gives way to the simple kernels at last.
-ADAPTIVE = ("linear_mma", "gate_up_mma", "expert_down_mma", "latent_spans_mma", "block_spans_mma")
+ADAPTIVE = (
+    "linear_mma", "gate_up_mma", "expert_down_mma", "expert_gate_up_wide", "expert_down_wide",
+    "latent_spans_mma", "block_spans_mma",
+)  # fmt: skip
 
 
 TENSOR = ("tensor_linear", "tensor_experts", "tensor_attention")  # of CudaOps
@@ -579,6 +584,10 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
             parts = min(parts + turns * (latent + 2) * 4, PARTS_BYTES)
         if self.tensor_linear:
             parts += MEETING_BYTES
+        if self.tensor_experts and model.n_routed_experts and rows >= MANY_FROM:
+            leaves = config.mlp_leaves(model, model.num_hidden_layers - 1)
+            sizes = model.n_routed_experts, model.num_experts_per_tok, leaves, model.hidden_size
+            parts += many_bytes(rows, *sizes)
         experts = model.num_experts_per_tok * model.moe_intermediate_size * a
         dense = model.intermediate_size * a + model.hidden_size * (4 * a + 4 * 10)  # 8 leaves, sums
         entries = model.num_hidden_layers * (latent + model.qk_rope_head_dim) * a

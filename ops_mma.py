@@ -29,6 +29,10 @@ FEW_ROUNDS = 3  # of expert_gate_up_mma, in which a block's items go by its numb
 UP_RESIDENT = 3  # blocks of it that a processor holds at most: RESIDENT of its launch bounds
 DOWN_RESIDENTS = (2, 3)  # blocks of expert_down_mma that a processor may be to hold
 MAX_PAIRS = 4096  # (row, expert) pairs of one launch: struct Work has 12 bits for them
+MANY_FROM = EXPERT_ROWS + 1  # rows from which on each expert takes its own together (experts_wide)
+MANY_ROWS = 8192  # of one launch of those at most
+SLOT_BYTES = 256 << 20  # of its sums of pairs that wait for their weights, if one block allows
+DOWN_EACH = 56  # blocks of 32 outputs that a block of expert_down_wide takes at most
 WHOLE = 8  # kB of weight that a warp may have in flight in one piece
 SHARES = (1, 2, 4, 8)  # of K, in blocks of their own, or of the warps of a block
 RESERVED = 1024  # shared bytes that a block takes beside its own
@@ -283,6 +287,38 @@ class Residents:
 
 
 @dataclass(frozen=True)
+class ManyRows:
+    """A variant of the experts' kernels for many rows: up to 8 * `eights` of an expert together.
+    As a string it is what configs/tiles.yaml says.
+
+    stages      places of the ring of gate and up
+    up, down    blocks that a processor is to hold
+    warpgroups  it multiplies by warpgroups
+    """
+
+    eights: int
+    stages: int
+    up: int
+    down: int
+    warpgroups: bool = False
+
+    @property
+    def most(self) -> int:
+        return 8 * self.eights
+
+    def __str__(self) -> str:
+        return f"{self.most} rows of an expert" + ", by warpgroups" * self.warpgroups
+
+
+MANY = (
+    ManyRows(2, stages=3, up=2, down=2),
+    ManyRows(4, stages=4, up=1, down=1),
+    ManyRows(6, stages=4, up=1, down=1, warpgroups=True),
+    ManyRows(6, stages=3, up=1, down=1),
+)
+
+
+@dataclass(frozen=True)
 class TensorExperts:
     """INT4 experts in the order of pack_int4, `leaves` parts of the width.
 
@@ -304,11 +340,18 @@ class TensorExperts:
     def parts(self) -> int:
         return parts_of(self.hidden)
 
-    def defines(self, top_k: int, residents: Residents) -> Defines:
+    def defines(self, top_k: int, way: Residents | ManyRows) -> Defines:
+        if isinstance(way, ManyRows):
+            own = (
+                ("EIGHTS", way.eights), ("BY_WARPGROUPS", int(way.warpgroups)),
+                ("UP_STAGES", way.stages), ("UP_RESIDENT", way.up),
+            )  # fmt: skip
+        else:
+            own = (("FEW_ROUNDS", FEW_ROUNDS),)
         return (
+            *own,
             ("STAGES", EXPERT_STAGES),
-            ("FEW_ROUNDS", FEW_ROUNDS),
-            ("DOWN_RESIDENT", residents.down),
+            ("DOWN_RESIDENT", way.down),
             ("TOP_K", top_k),
             ("BLOCKS", self.width // 16),
             ("LEAVES", self.leaves),
@@ -336,6 +379,15 @@ class TensorExperts:
         sums = top_k + (self.leaves - 1).bit_length() + beside_parts
         slots = rows * 128 * sums + 4 * rows * top_k
         return rings + slots + _work_bytes(self.experts, rows, top_k)
+
+    def many_up_shared_bytes(self, way: ManyRows) -> int:
+        rings = way.stages * (self.up_groups * (WARPS * 576 + way.most * 64) + WARPS * 8)
+        levels = max(0, (self.parts - 1).bit_length() - 1)
+        return rings + levels * THREADS * 2 * way.eights * 16
+
+    def many_down_shared_bytes(self, way: ManyRows) -> int:
+        rings = WARPS * EXPERT_STAGES * (576 * self.down_groups + 8)
+        return rings + self.width // self.leaves * 2 * way.most
 
 
 class TensorCoreKernels:
@@ -606,6 +658,27 @@ class TensorCoreKernels:
         product = f"experts {e.experts} of {e.width} x {e.hidden}, top {top_k}, leaves {e.leaves}"
         return self.tiles.choose(product, rows, self._residents_of(e, rows, top_k), rule)
 
+    def _many_ways(self, e: TensorExperts) -> list[ManyRows]:
+        """The variants for many rows that there is room for: they give the same bits."""
+        limits, whole = self.launcher.limits, e.up_groups % 2 == e.down_groups % 2 == 0
+        ways = [way for way in MANY if not way.warpgroups or limits.warpgroups and whole]
+        needs = {w: max(e.many_up_shared_bytes(w), e.many_down_shared_bytes(w)) for w in ways}
+        return [way for way, need in needs.items() if need <= limits.shared_bytes]
+
+    def _many(self, e: TensorExperts, rows: int, top_k: int) -> ManyRows | None:
+        """The fastest, as measured, else by rule the one for the fewest together that holds what
+        most experts get, 1.5 deviations above the mean; None for few rows."""
+        ways = self._many_ways(e) if rows >= MANY_FROM else []
+
+        def rule() -> ManyRows:
+            mean = rows * top_k / e.experts
+            largest = max(ways, key=lambda way: way.most)  # the first of these
+            return next((w for w in ways if w.most >= mean + 1.5 * math.sqrt(mean)), largest)
+
+        product = f"many rows of experts {e.experts} of {e.width} x {e.hidden}, top {top_k}"
+        product += f", leaves {e.leaves}"
+        return self.tiles.choose(product, rows, ways, rule) if ways else None
+
     def _mma_experts(self, x, ids, weights, experts: TensorExperts, shared, hidden=None):
         """`moe` with packed experts, before ranks join."""
         e = experts
@@ -623,8 +696,15 @@ class TensorCoreKernels:
             down, of_down = matrix.data, (matrix.in_features, matrix.wide, matrix.parts)
         elif shared is not None:
             sums = self._shared_leaves(x, shared, e.leaves, hidden)
-        limits = self.launcher.limits
         most_rows = max(1, MAX_PAIRS // top_k)
+        if (way := self._many(e, min(n, MANY_ROWS), top_k)) is not None:
+            step = ceil(n, ceil(n, MANY_ROWS))
+            for first in range(0, n, step):
+                rows = slice(first, first + step)
+                parts = x[rows], ids[rows], weights[rows], h[first * top_k :], sums[rows], out[rows]
+                self._many_experts(e, way, *parts, int(sums is not out))
+            return out
+        limits = self.launcher.limits
         step = min(EXPERT_ROWS, most_rows)
         for first in range(0, n, step):
             rows = slice(first, min(n, first + step))
@@ -652,6 +732,53 @@ class TensorCoreKernels:
                 defines=e.defines(top_k, residents), dependent=True,
             )  # fmt: skip
         return out
+
+    def _many_experts(
+        self, e: TensorExperts, way: ManyRows, x, ids, weights, h, shared, out, has_shared: int
+    ) -> None:
+        """The experts of up to MANY_ROWS rows, whose rows each takes together, into `out`."""
+        (n, top_k), blocks = ids.shape, e.hidden // 32
+        pairs = n * top_k
+        tiles = min(pairs, e.experts + pairs // way.most)
+        lists, counts = self.empty((e.experts, n), INT32), self.empty((e.experts,), INT32)
+        table, n_tiles = self.empty((tiles, 4), INT32), self.empty((1,), INT32)
+        defines = e.defines(top_k, way)
+
+        def launch(kernel, grid, *args, shared_bytes=0):
+            self._launch(
+                "experts_wide", kernel, grid, *args, shared_bytes=shared_bytes, defines=defines,
+                dependent=True,
+            )  # fmt: skip
+
+        if way.warpgroups:
+            placed = self.empty(x.shape, self.act)
+            pieces = x.size // 8
+            launch("place_columns", (ceil(pieces, THREADS),), x, placed, np.int64(pieces))
+            x = placed
+        launch(
+            "expert_lists", (ceil(e.experts, WARPS),), ids, lists, counts, table, n_tiles,
+            e.tickets, n, e.experts,
+        )  # fmt: skip
+        launch(
+            "expert_gate_up_wide", (ceil(e.width, 16 * WARPS), tiles), x, lists, table, n_tiles,
+            e.gate_up, h, n, e.chunks, shared_bytes=e.many_up_shared_bytes(way),
+        )  # fmt: skip
+        # In so many turns that the sums of all pairs need no more than SLOT_BYTES.
+        most = max(1, SLOT_BYTES // (pairs * e.leaves * 128))
+        step = ceil(blocks, ceil(blocks, most))
+        slots = self.empty((pairs * e.leaves * step, 32))
+        for first in range(0, blocks, step):
+            count = min(step, blocks - first)
+            each = min(count, DOWN_EACH)
+            launch(
+                "expert_down_wide", (ceil(count, each), tiles, e.leaves), h, lists, table, n_tiles,
+                e.down, slots, n, e.width, blocks, first, count, each,
+                shared_bytes=e.many_down_shared_bytes(way),
+            )  # fmt: skip
+            launch(
+                "expert_sum", (ceil(n * count * 8, THREADS),), slots, ids, weights, shared, out, n,
+                e.experts, e.hidden, first, count, has_shared,
+            )  # fmt: skip
 
 
 # ---- attention (kernels_attention.cu) ----------------------------------------------------------
@@ -874,6 +1001,13 @@ class TensorCoreAttention:
             "attention_mma", kernel, grid, *args, split, defines=shape.defines(stages),
             shared_bytes=WARPS * MEET * 1024 if split > 1 else 0, dependent=True,
         )  # fmt: skip
+
+
+def many_bytes(rows: int, experts: int, top_k: int, leaves: int, hidden: int) -> int:
+    """Scratch of `_many_experts`: lists, and slots for the sums of pairs."""
+    rows = min(rows, MANY_ROWS)
+    block = rows * top_k * leaves * 128
+    return 4 * experts * rows + min(max(SLOT_BYTES, block), hidden // 32 * block)
 
 
 def mma_needs(model: config.Model, linear: bool, experts: bool, attention: bool) -> dict[str, int]:

@@ -270,6 +270,50 @@ def test_experts(device: str, hidden, width, experts, top_k, leaves, shared, row
     assert error(together, want) <= ROUNDED
 
 
+@pytest.mark.parametrize("routing", ("random", "one expert", "few experts"))
+@pytest.mark.parametrize(
+    "hidden, width, experts, top_k, leaves, shared, rows",
+    [(64, 128, 20, 3, 2, 64, 41), (1024, 64, 24, 5, 1, 32, 65), (256, 160, 5, 4, 1, 64, 70),
+     (96, 256, 9, 8, 8, 256, 33)],
+)  # fmt: skip
+def test_experts_of_many_rows_have_the_bits_of_few(
+    device: str, monkeypatch, routing, hidden, width, experts, top_k, leaves, shared, rows
+) -> None:
+    """R1, R4: every variant of the kernels for many rows, in one turn and several, gives what those
+    for few rows give, however the rows are routed; all counts are at 0 again."""
+    kernels, rng = kernels_on(device), np.random.default_rng(8)
+    if device == "emulate":  # all variants that some GPU takes
+        limits = dataclasses.replace(kernels.launcher.limits, shared_bytes=232_448)
+        monkeypatch.setattr(kernels.launcher, "limits", limits)
+    routed, beside, x, ids, weights = experts_case(rng, hidden, width, experts, top_k, shared, rows)
+    if routing == "one expert":  # of every row; its other choices are filler
+        ids[:] = experts
+        ids[:, 0] = experts - 1
+    elif routing == "few experts":
+        ids[:] = np.sort(rng.permutation(experts)[:top_k])
+    packed = [kernels.prepare_mlp(*m, leaves) for m in (routed, beside)]
+    sent = [kernels.launcher.upload(a) for a in (x, ids, weights)]
+    ways, pairs = kernels._many_ways(packed[0]), packed[0].down_groups % 2 == 0
+    if device == "emulate":
+        assert len(ways) == sum(pairs or not way.warpgroups for way in ops_mma.MANY)
+
+    def run():
+        found = bits(kernels.download(kernels.moe(*sent, *packed)))
+        assert not kernels.download(packed[0].tickets).any()
+        return found
+
+    monkeypatch.setattr(ops_mma, "MANY_FROM", rows + 1)
+    want = run()
+    monkeypatch.setattr(ops_mma, "MANY_FROM", 1)
+    for way in ways:
+        monkeypatch.setattr(kernels, "_many", lambda *_, way=way: way)
+        for most in (ops_mma.SLOT_BYTES, 2 * rows * top_k * leaves * 128):
+            monkeypatch.setattr(ops_mma, "SLOT_BYTES", most)
+            assert np.array_equal(run(), want), (str(way), most)
+    monkeypatch.setattr(ops_mma, "MANY_ROWS", 1 + rows // 2)
+    assert np.array_equal(run(), want)
+
+
 def test_items_of_experts_by_number_and_by_ticket(device: str, monkeypatch) -> None:
     """One round, a few of them, many: the same bits, and all tickets put back."""
     # As many blocks as a device of so many processors would run; fewer may run at once.
@@ -380,7 +424,7 @@ def test_what_tensor_cores_cannot_take_stays_simple(device: str) -> None:
     assert isinstance(fp32.prepare(draw(rng, 8, 64)), ops.Matrix)
 
 
-def test_no_thread_reads_what_is_not_there_yet(device: str) -> None:
+def test_no_thread_reads_what_is_not_there_yet(device: str, monkeypatch) -> None:
     """The checked build watches barriers, asynchronous copies and bounds."""
     if device == "cuda":
         pytest.skip("the emulator checks")
@@ -405,3 +449,11 @@ def test_no_thread_reads_what_is_not_there_yet(device: str) -> None:
     for rows in (1, 12):
         y = kernels.moe(x[:rows].copy(), ids[:rows].copy(), weights[:rows].copy(), *packed)
         assert np.isfinite(y).all()
+    monkeypatch.setattr(ops_mma, "MANY_FROM", 1)
+    monkeypatch.setattr(ops_mma, "SLOT_BYTES", 0)
+    packed = [kernels.prepare_mlp(*m, 1) for m in (routed, beside)]
+    for way in kernels._many_ways(packed[0]):
+        if way.eights > 2:
+            continue
+        monkeypatch.setattr(kernels, "_many", lambda *_, way=way: way)
+        assert np.isfinite(kernels.moe(x, ids, weights, *packed)).all()

@@ -32,6 +32,7 @@ HEADS = [ops_mma.TensorHeads(None, 8, *sizes) for sizes in ((512, 128), (128, 51
 VARIANTS = {
     "tokens": [ops.TOKEN_DEFINES],
     "experts_mma": [EXPERTS.defines(8, ops_mma.Residents(3, n)) for n in ops_mma.DOWN_RESIDENTS],
+    "experts_wide": [EXPERTS.defines(8, way) for way in ops_mma.MANY],
     "absorb_mma": [h.defines for h in HEADS],
     "route": [(("PER_THREAD", 2),)],
     "embed": [(("TABLE", t),) for t in ops.TYPES.values()],
@@ -53,6 +54,14 @@ DYNAMIC = {  # shared bytes that ops.py asks for, by kernel or kernel and define
     "put_context": ops.SHARED_BYTES["put_context"](128),
     "expert_gate_up_mma": EXPERTS.up_shared_bytes(rows=128, top_k=8),
     "expert_down_mma": EXPERTS.down_shared_bytes(rows=32, top_k=8),
+    **{
+        ("expert_gate_up_wide", EXPERTS.defines(8, way)): EXPERTS.many_up_shared_bytes(way)
+        for way in ops_mma.MANY
+    },
+    **{
+        ("expert_down_wide", EXPERTS.defines(8, way)): EXPERTS.many_down_shared_bytes(way)
+        for way in ops_mma.MANY
+    },
     "route": ops.SHARED_BYTES["route"](experts=384, top_k=8),
     "sort_pairs": ops.SHARED_BYTES["sort_pairs"](),
     "log_softmax_top": ops.SHARED_BYTES["log_softmax_top"](k=64),
@@ -151,6 +160,8 @@ def test_every_section_compiles(architecture: str, activation: str, request, cap
                     dynamic, name = dense_bytes(kernel, architecture), kernel
                 if section == "wide_mma":
                     dynamic, name = wide_bytes(kernel, architecture), kernel
+                if section == "experts_wide" and dynamic > ARCHITECTURES[architecture]:
+                    dynamic = None
                 if "_spans_" in kernel and section == "attention_mma":
                     dynamic = attention_bytes(kernel, architecture, defines)
                 if dynamic is None:

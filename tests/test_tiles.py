@@ -117,12 +117,13 @@ def test_every_shipped_entry_is_a_launch_of_its_device(kernels) -> None:
 def ways_of(kernels, product: str, rows: int):
     """The launches of a product that the file names."""
     found = [int(n) for n in re.findall(r"\d+", product)]
-    if product.startswith("experts"):
+    if "experts" in product:
         experts, width, hidden, top_k, leaves = found
         pieces = (hidden // ops_mma.parts_of(hidden), width // leaves)
         groups = [ops_mma._piece(columns // ops_mma.STEP) for columns in pieces]
         packed = ops_mma.TensorExperts(None, None, None, experts, width, hidden, leaves, *groups)
-        return kernels._residents_of(packed, rows, top_k)
+        many = product.startswith("many rows")
+        return kernels._many_ways(packed) if many else kernels._residents_of(packed, rows, top_k)
     out, k, by, parts, least, most = (*found, 1, 1)[:6]
     data = SimpleNamespace(size=launchers.ceil(out, by) * by * k * 2)
     weight = ops_mma.TensorMatrix(data, out, k, 1, False, by // 16)

@@ -382,6 +382,7 @@ inline void warpgroup_arrive() {}
 inline void warpgroup_commit() {}
 template <int N> inline void warpgroup_wait() {}
 inline void warpgroup_see_shared() {}
+template <int M> inline void warpgroup_see_sums(float (&)[M]) {}
 inline float emulator_bfloat(unsigned short bits) {
   const unsigned wide = unsigned(bits) << 16;
   float value;
@@ -392,9 +393,9 @@ inline double emulator_of_block(const void* at, unsigned row, unsigned column) {
   const std::uintptr_t linear = std::uintptr_t(at) + row * 128 + column * 2;
   return double(emulator_bfloat(*(const unsigned short*)(linear ^ (linear >> 3 & 0x70))));
 }
-template <class B> inline void emulator_warpgroup(float (&d)[32], const double (&a)[2][16], bool add, const B& b) {
+template <int N, class B> inline void emulator_warpgroup(float (&d)[N], const double (&a)[2][16], bool add, const B& b) {
   const unsigned t = emulator::current->lane % 4;
-  for (int i = 0; i < 32; i++) {
+  for (int i = 0; i < N; i++) {
     double sum = 0;
     for (int k = 0; k < 16; k++) sum += a[i / 2 % 2][k] * b(k, i / 4 * 8 + 2 * t + i % 2);
     d[i] = float((add ? double(d[i]) : 0.0) + sum);
@@ -407,15 +408,24 @@ inline void warpgroup_mma(float (&d)[32], const void* a, const void* b, bool add
     for (int k = 0; k < 16; k++) rows[r][k] = emulator_of_block(a, row + 8 * r, k);
   emulator_warpgroup(d, rows, add, [&](int k, int column) { return emulator_of_block(b, column, k); });
 }
-inline void warpgroup_mma_trans(float (&d)[32], const unsigned (&a)[4], const void* b, bool add) {  // a: as mma_bf16's
-  double rows[2][16];
+inline void emulator_fragment(double (&rows)[2][16], const unsigned (&a)[4]) {  // a: as mma_bf16's
   for (int lane = 0; lane < 4; lane++)
     for (int i = 0; i < 4; i++) {
       const unsigned pair = __shfl_sync(0xffffffffu, a[i], int(emulator::current->lane / 4 * 4) + lane);
       for (int half = 0; half < 2; half++)
         rows[i % 2][i / 2 * 8 + 2 * lane + half] = double(emulator_bfloat((unsigned short)(pair >> 16 * half)));
     }
+}
+inline void warpgroup_mma_trans(float (&d)[32], const unsigned (&a)[4], const void* b, bool add) {
+  double rows[2][16];
+  emulator_fragment(rows, a);
   emulator_warpgroup(d, rows, add, [&](int k, int column) { return emulator_of_block(b, k, column); });
+}
+// m64nNk16, N = 2 M: b as of warpgroup_mma, of N rows.
+template <int M> inline void warpgroup_mma_rows(float (&d)[M], const unsigned (&a)[4], const void* b, bool add) {
+  double rows[2][16];
+  emulator_fragment(rows, a);
+  emulator_warpgroup(d, rows, add, [&](int k, int column) { return emulator_of_block(b, column, k); });
 }
 // cp.async: `bytes` are copied, the rest of the 4, 8 or 16 is zero. Nothing arrives before the wait of its group.
 inline void cp_async_4(void* shared, const void* global, int bytes = 4) { emulator::copy_async(shared, global, 4, bytes); }
