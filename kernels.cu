@@ -289,10 +289,11 @@ DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, void* barrier
 // ended; it waits before it touches what that one writes, or reads what that one may still write.
 DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void grid_dependency_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// Blocks of a cluster: a barrier of all their threads, and the address of another one's shared memory.
-DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
+// Blocks of a cluster: a barrier of all their threads, in two halves or at once, and the address of
+// another one's shared memory.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+DEVICE void cluster_sync() { cluster_arrive(), cluster_wait(); }
 template <class T>
 DEVICE T* cluster_map(T* shared, u32 rank) {
   u64 address;
@@ -577,12 +578,20 @@ DEVICE void store_row(act* out, int K, bool vectors, const Eights& from) {
   }
 }
 
-// Over the row's threads. sums: of this block, written by all.
+// What a row's kernel begins with: the next kernel may begin, and the row's other blocks may write here.
+DEVICE void begin_row() {
+  grid_dependency_launch();
+#if BLOCKS > 1
+  cluster_arrive();
+#endif
+}
+
+// Over the row's threads, once. sums: of this block, written by all.
 DEVICE float row_sum(float value, Sums& sums) {
   const int lane = threadIdx.x & 31, own = rank_in_row() * WARPS + threadIdx.x / 32;
   value = warp_sum(value);
 #if BLOCKS > 1
-  cluster_sync();  // every block has begun before another one writes into it
+  cluster_wait();  // every block has begun before another one writes into it
   if (lane < BLOCKS) *cluster_map(sums + own, lane) = value;
   cluster_sync();  // the sums of all warps are there
 #else
@@ -618,7 +627,7 @@ DEVICE void rms_norm(const X* x, const float* weight, act* out, int K, float inv
   const bool vectors = K % 8 == 0;
   const i64 row = (i64)row_of_block() * K;
   Eights values, weights;
-  grid_dependency_launch();
+  begin_row();
   load_row(weight, K, vectors, weights);
   grid_dependency_wait();
   load_row(x + row, K, vectors, values);
@@ -649,7 +658,7 @@ ROW_KERNEL add_rms_norm(const act* x,         // [T, K]
   const bool vectors = K % 8 == 0;
   const i64 row = (i64)row_of_block() * K;
   Eights values, others, weights;
-  grid_dependency_launch();
+  begin_row();
   load_row(weight, K, vectors, weights);
   grid_dependency_wait();
   load_row(y + row, K, vectors, others);
@@ -695,7 +704,7 @@ ROW_KERNEL latent_entry(const float* kv,       // [T, latent + rope]
                     int latent, int rope, float inverse_latent, float eps) {
   __shared__ Sums sums;
   const int row = row_of_block(), width = latent + rope;
-  grid_dependency_launch();
+  begin_row();
   entry_row(kv + (i64)row * width, weight, cosines, sines, positions + row, out + (i64)row * width,
             latent, rope, latent % 8 == 0 && width % 8 == 0, inverse_latent, eps, sums);
 }
@@ -715,7 +724,7 @@ ROW_KERNEL query_entry(const float* q,          // [T, q_stride]
                    float inverse_latent, float eps) {
   __shared__ Sums sums;
   const int row = row_of_block(), width = latent + rope;
-  grid_dependency_launch();
+  begin_row();
   if (blockIdx.y) {
     entry_row(kv + (i64)row * kv_stride, kv_weight, cosines, sines, positions + row,
               entries + (i64)row * width, latent, rope,

@@ -440,8 +440,11 @@ inline void mbarrier_init(void* barrier, unsigned count) { emulator::mbarrier_in
 inline void mbarrier_expect(void* barrier, unsigned bytes) { emulator::mbarrier_arrive(barrier, bytes); }
 inline void mbarrier_arrive(void* barrier) { emulator::mbarrier_arrive(barrier, 0); }
 inline void mbarrier_wait(void* barrier, unsigned parity) { emulator::mbarrier_wait(barrier, parity); }
-// Clusters (along x): a barrier of all their threads, and the address of another block's shared memory.
+// Clusters (along x): a barrier of all their threads, and the address of another block's shared memory. In two
+// halves the whole barrier is the second, so that what is written between them counts as ordered.
 inline void cluster_sync(EMULATOR_HERE) { emulator::cluster_barrier(file, line); }
+inline void cluster_arrive() {}
+inline void cluster_wait(EMULATOR_HERE) { emulator::cluster_barrier(file, line); }
 template <class T> inline T* cluster_map(T* shared, unsigned rank) { return static_cast<T*>(emulator::cluster_map(shared, rank)); }
 // ex2.approx.ftz.f32: within 2 ulp of this; subnormal inputs and results become zero, as there.
 inline float exp2_approx(float x) {
