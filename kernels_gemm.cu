@@ -950,20 +950,19 @@ expert_gate_up_mma(const bf16* x,                // [T, K], 16-byte aligned rows
 #pragma unroll 1
   for (int i = 0; i < STAGES; i++) ring.start(i, weight + (u64)piece * bytes, there()), advance();
 
-  // b: one chunk of this lane's row of x (rows of other lanes may be stale: nobody stores their sums).
-  // row: where the next chunk begins, -1 for none; an int does for 128 rows.
-  uint4 b[UP_GROUPS] = {};
+  // b: one chunk of this lane's row of x, which lies at `row`. Without a condition in the loop: a lane
+  // without a pair has the tile's last one, and nobody stores its sums; behind the last item comes any row.
+  uint4 b[UP_GROUPS];
   auto row_of = [&](int item) {
-    if (item >= items) return -1;
-    const u32 tile = work.tiles[item / BLOCKS];
-    if (g >= (int)(tile & 15u)) return -1;
-    const int pair = work.pairs[((tile & 0xffffu) >> 4) + g];
-    return (pair / TOP_K * PARTS + warp) * chunks * UP_GROUPS * 32 + lane % 4 * 8;
+    int pair = 0;
+    if (item < items) {
+      const u32 tile = work.tiles[item / BLOCKS];
+      pair = work.pairs[((tile & 0xffffu) >> 4) + min(g, (int)(tile & 15u) - 1)];
+    }
+    return x + (pair / TOP_K * PARTS + own) * chunks * UP_GROUPS * 32 + lane % 4 * 8;
   };
-  int row = row_of(warp < PARTS ? blockIdx.x : items);
-  auto reload = [&](int k) {
-    if (row >= 0) b[k] = *(const uint4*)(x + row + 32 * k);
-  };
+  const bf16* row = row_of(blockIdx.x);
+  auto reload = [&](int k) { b[k] = *(const uint4*)(row + 32 * k); };
 #pragma unroll
   for (int k = 0; k < UP_GROUPS; k++) reload(k);
 
@@ -974,8 +973,8 @@ expert_gate_up_mma(const bf16* x,                // [T, K], 16-byte aligned rows
     float sum[2][4] = {};
 #pragma unroll 1
     for (int c = warp < PARTS ? 0 : chunks; c < chunks; c++) {
+      row += 32 * UP_GROUPS;
       if (c + 1 == chunks) row = row_of(next);
-      else if (row >= 0) row += 32 * UP_GROUPS;
       multiply<UP_GROUPS>(ring.get(), b, sum, reload);
       ring.replace(weight + (u64)piece * bytes, there());
       advance();
@@ -1126,17 +1125,17 @@ expert_down_mma(const bf16* h,                // [T * TOP_K, width], 16-byte ali
       grid_dependency_launch();  // what follows may fetch its weights meanwhile
     }
     // b, row: as above, of h.
-    uint4 b[DOWN_GROUPS] = {};
+    uint4 b[DOWN_GROUPS];
     auto row_of = [&](int i) {
-      if (i >= work.n_tiles) return -1;
-      const u32 tile = work.tiles[i];
-      if (g >= (int)(tile & 15u)) return -1;
-      return work.pairs[((tile & 0xffffu) >> 4) + g] * width + leaf * leaf_width + t * 8;
+      int pair = 0;
+      if (i < work.n_tiles) {
+        const u32 tile = work.tiles[i];
+        pair = work.pairs[((tile & 0xffffu) >> 4) + min(g, (int)(tile & 15u) - 1)];
+      }
+      return h + pair * width + leaf * leaf_width + t * 8;
     };
-    int row = row_of(warp);
-    auto reload = [&](int k) {
-      if (row >= 0) b[k] = *(const uint4*)(h + row + 32 * k);
-    };
+    const bf16* row = row_of(warp);
+    auto reload = [&](int k) { b[k] = *(const uint4*)(row + 32 * k); };
 #pragma unroll
     for (int k = 0; k < DOWN_GROUPS; k++) reload(k);
 #pragma unroll 1
@@ -1144,8 +1143,8 @@ expert_down_mma(const bf16* h,                // [T * TOP_K, width], 16-byte ali
       float sum[2][4] = {};
 #pragma unroll 1
       for (int c = 0; c < chunks; c++) {
+        row += 32 * DOWN_GROUPS;
         if (c + 1 == chunks) row = row_of(i + WARPS);
-        else if (row >= 0) row += 32 * DOWN_GROUPS;
         multiply<DOWN_GROUPS>(ring.get(), b, sum, reload);
         ring.replace(weight + (u64)piece * bytes, there());
         advance();
