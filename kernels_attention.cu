@@ -197,6 +197,36 @@ DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
 }
 #if WARPGROUPS
+// Registers of a warpgroup's threads: fewer of them, more of them. All its warps call.
+template <int N>
+DEVICE void warpgroup_release_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N)); }
+template <int N>
+DEVICE void warpgroup_take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N)); }
+DEVICE void mbarrier_arrive(void* barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
+}
+// A block of 64 x 64 numbers, as products of a warpgroup take it, from row `row` and column `column` on of
+// rows in memory that the launcher made a map of. The thread that copies has called see_map.
+DEVICE void see_map(const void* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" :: "l"(map) : "memory");
+}
+DEVICE void copy_block(void* shared, const void* map, int column, int row, void* barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%2, %3}], [%4];"
+               :: "r"(shared_address(shared)), "l"(map), "r"(column), "r"(row),
+                  "r"(shared_address(barrier)) : "memory");
+}
+// Where a product reads rows of a block: a descriptor's lower word, found once and added to, in uniform
+// registers, because to find every one anew takes longer than the products.
+struct Operand {
+  u32 word;
+
+  DEVICE_METHOD Operand operator+(int bytes) const { return Operand{word + bytes / 16}; }
+  DEVICE_METHOD u64 descriptor() const { return 64ull << 32 | 1ull << 62 | word; }  // as of a block
+};
+DEVICE Operand operand_at(const void* p) {
+  return Operand{__reduce_max_sync(ALL, (u32)block_descriptor(p))};  // the same in all lanes
+}
 #define SUMS_OF_64                                                                                 \
   "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"    \
   "%25,%26,%27,%28,%29,%30,%31}"
@@ -204,22 +234,36 @@ DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),      \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 // b: columns of d are rows in memory.
-DEVICE void warpgroup_mma(float (&d)[32], const void* a, const void* b, bool add) {
+DEVICE void warpgroup_mma(float (&d)[32], Operand a, Operand b, bool add) {
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
                "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " SUMS_OF_64
                ", %32, %33, add, 1, 1, 0, 0;\n}"
                : EIGHT_SUMS(0), EIGHT_SUMS(8), EIGHT_SUMS(16), EIGHT_SUMS(24)
-               : "l"(block_descriptor(a)), "l"(block_descriptor(b)), "r"((int)add));
+               : "l"(a.descriptor()), "l"(b.descriptor()), "r"((int)add));
+}
+// The same of 64 x 32.
+DEVICE void warpgroup_mma(float (&d)[16], Operand a, Operand b, bool add) {
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, add, 1, 1, 0, 0;\n}"
+               : EIGHT_SUMS(0), EIGHT_SUMS(8)
+               : "l"(a.descriptor()), "l"(b.descriptor()), "r"((int)add));
 }
 // b: rows of d's sum are rows in memory; points to the first of 16.
-DEVICE void warpgroup_mma_trans(float (&d)[32], const u32 (&a)[4], const void* b, bool add) {
+DEVICE void warpgroup_mma_trans(float (&d)[32], const u32 (&a)[4], Operand b, bool add) {
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
                "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " SUMS_OF_64
                ", {%32,%33,%34,%35}, %36, add, 1, 1, 1;\n}"
                : EIGHT_SUMS(0), EIGHT_SUMS(8), EIGHT_SUMS(16), EIGHT_SUMS(24)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(block_descriptor(b)), "r"((int)add));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()), "r"((int)add));
 }
 #endif
+// Both rounded as by `store`, low in the lower half.
+DEVICE u32 round_pair(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
 DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -679,30 +723,113 @@ LATENT_SPANS(8)
 
 #if WARPGROUPS && LEAF == 64 && KEY_WIDTH % 64 == 0 && VALUE_WIDTH % 128 == 0 && VALUE_WIDTH <= 512
 // latent_spans_mma for 64 columns, by warpgroups (sm_90a): the same sums in the same order. Scores are
-// Q K^T and sums P V here, so that a warp has all keys of 16 columns and P goes from register to
-// register. Both warpgroups find all scores: that costs less than to exchange them. Each adds half of
-// the value's dims, 64 at a time.
-// Queries and leaves lie in blocks of 64 rows x 128 bytes, whose 16-byte pieces are swizzled; shared: two
-// leaves, then the queries.
-static_assert(THREADS == 256, "two warpgroups");
+// Q K^T and sums P V here. Of three warpgroups one loads. Of the others, the adders, each finds the
+// scores of half of a leaf's keys, and adds half of the value's dims, 64 at a time. The warps that have
+// the same 16 columns exchange what they know of P through shared memory.
+// Queries and leaves lie in blocks of 64 rows x 128 bytes, whose 16-byte pieces are swizzled. Every block
+// of a leaf is loaded, and given free, by itself, so that leaves arrive while others are worked on.
+// grid: as latent_spans_mma; block 384; shared: two leaves, queries, P [64, 64], Gates.
 constexpr int BLOCK = 64 * 128;
 constexpr int BLOCKS = KEY_WIDTH / 64;
-constexpr int CHUNKS = VALUE_WIDTH / 128;  // of 64 dims, of a warpgroup
+constexpr int CHUNKS = VALUE_WIDTH / 128;  // of 64 dims, of an adder
+constexpr int QUERY_WARPS = 3;             // that load queries
 
-// Rows of KEY_WIDTH to BLOCKS blocks, eight lanes a row.
+// Barriers of a block, and what adders exchange; in shared memory behind two leaves, queries and P.
+struct Gates {
+  u64 full[2][BLOCKS];        // a block has arrived
+  u64 free[2][BLOCKS];        // it has been read for the last time
+  u64 maxima[4], weights[4];  // both warps of 16 columns have put what follows, and P
+  u64 asked, answered;        // the queries are there; they have been read for the last time
+  float largest[2][2][64];    // score of a leaf's half, by column; leaves take turns
+  float sums[2][2][64];       // of P, likewise
+
+  DEVICE_METHOD void init() {
+    for (int s = 0; s < 2; s++)
+      for (int b = 0; b < BLOCKS; b++) {
+        mbarrier_init(full[s] + b, 1);
+        mbarrier_init(free[s] + b, b < 2 * CHUNKS ? 4 : 8);  // warps: of the adder of its dims, or all
+      }
+    for (int w = 0; w < 4; w++) mbarrier_init(maxima + w, 2), mbarrier_init(weights + w, 2);
+    mbarrier_init(&asked, QUERY_WARPS), mbarrier_init(&answered, 8);
+  }
+};
+
+// Rows of KEY_WIDTH to BLOCKS blocks, eight lanes a row; thread `thread` of `threads`.
 template <class RowOf>
-DEVICE void load_blocks(unsigned char* to, const RowOf& row_of) {
-#pragma unroll
-  for (int r = threadIdx.x / 8; r < 64; r += THREADS / 8) {
+DEVICE void load_blocks(unsigned char* to, int thread, int threads, const RowOf& row_of) {
+#pragma unroll 4
+  for (int r = thread / 8; r < 64; r += threads / 8) {
     const Row row = row_of(r);
-    if (row.skipped) continue;
-    const int piece = threadIdx.x % 8;
+    const int piece = thread % 8;
     unsigned char* at = to + r * 128 + (piece ^ r % 8) * 16;
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++)
       cp_async_16(at + i * BLOCK, row.from + i * 64 + piece * 8, row.there ? 16 : 0);
   }
   cp_async_commit();
+  cp_async_wait<0>();
+  warpgroup_see_shared();
+  __syncwarp();  // all lanes have seen to theirs before one says so
+}
+
+// One warp: all leaves of the block's units. Committed keys do not wait for the kernel in front.
+DEVICE void load_leaves(const Latent& x, const void* map, const int4* units, unsigned char* blocks,
+                        Gates& gates) {
+  const int lane = threadIdx.x & 31;
+  bool waited = false;
+  see_map(map);
+  Unit u = {units[2 * blockIdx.x], units[2 * blockIdx.x + 1]};
+  for (int n = 0; u.rows();) {
+    units += 2 * gridDim.x;
+    const Unit next = {units[2 * blockIdx.x], units[2 * blockIdx.x + 1]};
+    int page = u.first_page();
+    for (int leaf = u.begin(); leaf < u.end(); leaf++, n++) {
+      const int stage = n % 2, after = leaf + 1;
+      unsigned char* to = blocks + stage * BLOCKS * BLOCK;
+      int page_after = 0;
+      if (after < u.end() && after * LEAF < u.length())
+        page_after = x.tables[(i64)u.sequence() * x.max_pages + after];
+      const bool committed = after * LEAF <= u.length();
+      if (!committed && !waited) grid_dependency_wait(), waited = true;
+      for (int b = 0; b < BLOCKS; b++) {
+        if (n > 1) mbarrier_wait(gates.free[stage] + b, n / 2 - 1 & 1);
+        if (!committed || lane) continue;
+        mbarrier_expect(gates.full[stage] + b, BLOCK);
+        copy_block(to + b * BLOCK, map, 64 * b, page * LEAF, gates.full[stage] + b);
+      }
+      if (!committed) {
+        load_blocks(to, lane, 32,
+                    [&](int slot) { return key_of(x, u, leaf, page, slot, ALL_KEYS); });
+        if (lane == 0)
+          for (int b = 0; b < BLOCKS; b++) mbarrier_arrive(gates.full[stage] + b);
+      }
+      page = page_after;
+    }
+    u = next;
+  }
+  if (!waited) grid_dependency_wait();
+}
+
+// QUERY_WARPS warps: the queries, wherever they change. thread: of these warps'.
+DEVICE void load_unit_queries(const Latent& x, const int4* units, int thread, unsigned char* queries,
+                              Gates& gates) {
+  grid_dependency_wait();
+  Unit u = {units[2 * blockIdx.x], units[2 * blockIdx.x + 1]};
+  bool same = false;
+  for (int n = 0; u.rows();) {
+    units += 2 * gridDim.x;
+    const Unit next = {units[2 * blockIdx.x], units[2 * blockIdx.x + 1]};
+    if (!same) {
+      if (n > 0) mbarrier_wait(&gates.answered, n - 1 & 1);
+      const Columns columns(x, u, 8);
+      load_blocks(queries, thread, 32 * QUERY_WARPS,
+                  [&](int column) { return columns.query(x, u, column); });
+      if (thread % 32 == 0) mbarrier_arrive(&gates.asked);
+      n++;
+    }
+    same = u.a.x == next.a.x && u.part() == next.part();
+    u = next;
+  }
 }
 
 // A warp's 16 columns of a unit: this lane's are g and g + 8; of their dims it has 8j + 2t, 8j + 2t + 1
@@ -719,169 +846,225 @@ struct Strip {
     top[0] = top[1] = minus_infinity(), total[0] = total[1] = 0.0f;
   }
 
-  // s: of keys 8j + 2t, 8j + 2t + 1, columns g (4j, 4j + 1) and g + 8 (4j + 2, 4j + 3).
-  DEVICE_METHOD void scores(const unsigned char* queries, const unsigned char* keys, float factor,
-                            float (&s)[32]) const {
-    float odd[32];
-    warpgroup_arrive();
+  // s: of keys 8j + 2t, 8j + 2t + 1, columns g (4j, 4j + 1) and g + 8 (4j + 2, 4j + 3). keys: of this
+  // adder; full: the blocks' barriers.
+  DEVICE_METHOD void scores(Operand queries, Operand keys, u64* full, u32 parity, float factor,
+                            float (&s)[16]) const {
+    float odd[16];
 #pragma unroll
-    for (int k = 0; k < 2 * BLOCKS; k++) {
-      const int at = k / 2 * BLOCK + k % 2 * 64;  // two steps of 16
-      warpgroup_mma(s, queries + at, keys + at, k > 0);
-      warpgroup_mma(odd, queries + at + 32, keys + at + 32, k > 0);
+    for (int b = 0; b < BLOCKS; b++) {
+      mbarrier_wait(full + b, parity);
+      warpgroup_arrive();
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        const int at = b * BLOCK + k * 64;  // two steps of 16
+        warpgroup_mma(s, queries + at, keys + at, b + k > 0);
+        warpgroup_mma(odd, queries + at + 32, keys + at + 32, b + k > 0);
+      }
+      warpgroup_commit();
     }
-    warpgroup_commit();
     warpgroup_wait<0>();
 #pragma unroll
-    for (int i = 0; i < 32; i++) s[i] = __fmul_rn(__fadd_rn(s[i], odd[i]), factor);
+    for (int i = 0; i < 16; i++) s[i] = __fmul_rn(__fadd_rn(s[i], odd[i]), factor);
   }
 
-  // p: rounded P as the steps of 16 keys take it. scale: of the sum so far, of this leaf.
-  DEVICE_METHOD void softmax(const float (&s)[32], u32 (&p)[4][4], float2 (&scale)[2]) {
+  // p: rounded P of 16 columns and all keys, as the steps of 16 keys take it. scale: of the sum so far,
+  // of this leaf, which is the n-th. rows: where P of these columns goes.
+  DEVICE_METHOD void softmax(const float (&s)[16], unsigned char* rows, Gates& gates, int adder,
+                             int n, u32 (&p)[4][4], float2 (&scale)[2]) {
+    const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, strip = threadIdx.x / 32 % 4;
+    const int at = 16 * strip + g;  // and 8 further
+    auto& largest = gates.largest[n % 2];
+    auto& sums = gates.sums[n % 2];
+    float most[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float largest = s[2 * r];
+      most[r] = s[2 * r];
 #pragma unroll
-      for (int j = 0; j < 8; j++)
-        largest = fmaxf(largest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
-      largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 1));
-      largest = ceilf(fmaxf(largest, __shfl_xor_sync(ALL, largest, 2)));
-      const float base = largest == minus_infinity() ? 0.0f : largest;
-      float sums[4];  // of 16 keys
+      for (int j = 0; j < 4; j++)
+        most[r] = fmaxf(most[r], fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+      most[r] = fmaxf(most[r], __shfl_xor_sync(ALL, most[r], 1));
+      most[r] = fmaxf(most[r], __shfl_xor_sync(ALL, most[r], 2));
+      if (t == 0) largest[adder][at + 8 * r] = most[r];
+    }
+    meet(gates.maxima + strip, n);
 #pragma unroll
-      for (int k = 0; k < 4; k++) {
+    for (int r = 0; r < 2; r++) {
+      most[r] = ceilf(fmaxf(most[r], largest[1 - adder][at + 8 * r]));
+      const float base = most[r] == minus_infinity() ? 0.0f : most[r];
+      unsigned char* row = rows + (g + 8 * r) * 128 + 4 * t;
+      float sum[2];  // of 16 keys
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
         float of[2][2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          const int at = 8 * k + 4 * i + 2 * r;
-          bf16 low, high;
-          store(&low, exp2_approx(__fsub_rn(s[at], base)));
-          store(&high, exp2_approx(__fsub_rn(s[at + 1], base)));
-          p[k][2 * i + r] = low.bits | (u32)high.bits << 16;
-          of[i][0] = to_float(low), of[i][1] = to_float(high);
+          const int x = 8 * k + 4 * i + 2 * r;
+          const u32 pair = round_pair(exp2_approx(__fsub_rn(s[x], base)),
+                                      exp2_approx(__fsub_rn(s[x + 1], base)));
+          *(u32*)(row + (4 * adder + 2 * k + i ^ g) * 16) = pair;
+          of[i][0] = __uint_as_float(pair << 16), of[i][1] = __uint_as_float(pair & 0xffff0000u);
         }
-        sums[k] = __fadd_rn(__fadd_rn(of[0][0], of[1][0]), __fadd_rn(of[0][1], of[1][1]));
-        sums[k] = __fadd_rn(sums[k], __shfl_xor_sync(ALL, sums[k], 1));
-        sums[k] = __fadd_rn(sums[k], __shfl_xor_sync(ALL, sums[k], 2));
+        sum[k] = __fadd_rn(__fadd_rn(of[0][0], of[1][0]), __fadd_rn(of[0][1], of[1][1]));
+        sum[k] = __fadd_rn(sum[k], __shfl_xor_sync(ALL, sum[k], 1));
+        sum[k] = __fadd_rn(sum[k], __shfl_xor_sync(ALL, sum[k], 2));
       }
-      const float most = fmaxf(top[r], largest);
-      scale[r] = float2{scale_of(top[r], most), scale_of(largest, most)}, top[r] = most;
-      const float sum = __fadd_rn(__fadd_rn(sums[0], sums[1]), __fadd_rn(sums[2], sums[3]));
+      if (t == 0) sums[adder][at + 8 * r] = __fadd_rn(sum[0], sum[1]);
+    }
+    meet(gates.weights + strip, n);
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      ldmatrix_x4(p[k], rows + lane % 16 * 128 + (2 * k + lane / 16 ^ lane % 8) * 16);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float now = fmaxf(top[r], most[r]);
+      scale[r] = float2{scale_of(top[r], now), scale_of(most[r], now)}, top[r] = now;
+      const float sum = __fadd_rn(sums[0][at + 8 * r], sums[1][at + 8 * r]);
       total[r] = __fmaf_rn(sum, scale[r].y, __fmul_rn(total[r], scale[r].x));
     }
   }
 
-  // Columns g (r = 0) or g + 8 of all dims to `values`, in the order of Leaves::put: two neighbouring
-  // columns, which lanes 4g + t and 4 (g ^ 1) + t have, belong together.
-  DEVICE_METHOD void put(int r, float4* values) const {
+  // The two warps of 16 columns, at leaf n: what each has written, both may read.
+  DEVICE_METHOD static void meet(u64* barrier, int n) {
+    __syncwarp();  // all lanes have written before one says so
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(barrier);
+    mbarrier_wait(barrier, n & 1);
+  }
+
+  // Columns g and g + 8 of all dims to the tiles `values`, if there are such, in the order of Leaves::put:
+  // two neighbouring columns, which lanes 4g + t and 4 (g ^ 1) + t have, belong together.
+  DEVICE_METHOD void put(float4* (&values)[2]) const {
     const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, odd = g % 2;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) {  // tiles of 16 dims
-        const float* f = folded[c] + 8 * i + 2 * r;  // dims 2t, 2t + 1; 4 further: 2t + 8, 2t + 9
-        const float low = __shfl_xor_sync(ALL, odd ? f[0] : f[1], 4);
-        const float high = __shfl_xor_sync(ALL, odd ? f[4] : f[5], 4);
-        values[(4 * c + i) * 32 + (2 * t + odd) * 4 + g / 2] =
-            odd ? float4{low, f[1], high, f[5]} : float4{f[0], low, f[4], high};
-      }
+      for (int i = 0; i < 4; i++)  // tiles of 16 dims
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const float* f = folded[c] + 8 * i + 2 * r;  // dims 2t, 2t + 1; 4 further: 2t + 8, 2t + 9
+          const float low = __shfl_xor_sync(ALL, odd ? f[0] : f[1], 4);
+          const float high = __shfl_xor_sync(ALL, odd ? f[4] : f[5], 4);
+          if (values[r])
+            values[r][(4 * c + i) * 32 + (2 * t + odd) * 4 + g / 2] =
+                odd ? float4{low, f[1], high, f[5]} : float4{f[0], low, f[4], high};
+        }
   }
 
-  // values: the first block of this warpgroup's dims.
-  DEVICE_METHOD void add_values(const unsigned char* values, const u32 (&p)[4][4],
+  // values: of the first block of this adder's dims, which it has seen arrive; free: its barrier.
+  DEVICE_METHOD void add_values(Operand values, u64* free, const u32 (&p)[4][4],
                                 const float2 (&scale)[2]) {
     float sum[2][32];  // one chunk is joined while the next is multiplied
     auto start = [&](int c) {
       warpgroup_arrive();
 #pragma unroll
       for (int k = 0; k < 4; k++)
-        warpgroup_mma_trans(sum[c % 2], p[k], values + c * BLOCK + k * 16 * 128, k > 0);
+        warpgroup_mma_trans(sum[c % 2], p[k], values + (c * BLOCK + k * 16 * 128), k > 0);
       warpgroup_commit();
     };
     start(0);
+    // Mostly the largest score stays, and so does the sum so far; times 1 it would be the same.
+    if (!__all_sync(ALL, scale[0].x == 1.0f && scale[1].x == 1.0f))
+#pragma unroll
+      for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+        for (int i = 0; i < 32; i++) folded[c][i] = __fmul_rn(folded[c][i], scale[i / 2 % 2].x);
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       if (c + 1 < CHUNKS) start(c + 1), warpgroup_wait<1>();
       else warpgroup_wait<0>();
+      if ((threadIdx.x & 31) == 0) mbarrier_arrive(free + c);
 #pragma unroll
-      for (int i = 0; i < 32; i++) {
-        const float2 f = scale[i / 2 % 2];
-        folded[c][i] = __fmaf_rn(sum[c % 2][i], f.y, __fmul_rn(folded[c][i], f.x));
-      }
+      for (int i = 0; i < 32; i++)
+        folded[c][i] = __fmaf_rn(sum[c % 2][i], scale[i / 2 % 2].y, folded[c][i]);
     }
   }
 };
 
-KERNEL latent_spans_warpgroup(const bf16* q, const bf16* pages, const bf16* fresh, const int* tables,
-                              const int* ancestors, const int4* units, float4* parts, float4* values,
-                              int H, int max_pages, int depth, int all_tiles, float factor) {
+// An adder, 0 or 1.
+DEVICE void add_leaves(const Latent& x, const int4* units, int adder, const unsigned char* blocks,
+                       const unsigned char* queries, unsigned char* p_block, Gates& gates) {
+  const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, strip = threadIdx.x / 32 % 4;
+  const int first = adder * CHUNKS;
+  unsigned char* rows_of_p = p_block + strip * 16 * 128;
+  grid_dependency_wait();
+  units += 2 * blockIdx.x;
+  int asked = 0;
+  bool same = false;
+  Strip s;
+  // Of a unit, what its leaves need is kept; the rest is read again where parts are put.
+  for (int n = 0;; units += 2 * gridDim.x) {  // n: leaves so far
+    const int4 unit = units[0];
+    const int begin = unit.z, end = unit.w, position = units[1].y;
+    if (!Unit{unit, unit}.rows()) break;
+    if (!same) mbarrier_wait(&gates.asked, asked++ & 1);
+    const int4 after = units[2 * gridDim.x];
+    same = unit.x == after.x && unit.y >> 20 == after.y >> 20;
+    // A span that began in another unit: its leaves stay apart, for the fold to join in order.
+    const bool apart = begin % SPAN != 0;
+    s.clear();
+    for (int leaf = begin; leaf < end; leaf++, n++) {
+      const int stage = n % 2;
+      const u32 parity = n / 2 & 1;
+      const unsigned char* keys = blocks + stage * BLOCKS * BLOCK;
+      float scores[16];
+      s.scores(operand_at(queries), operand_at(keys + adder * 32 * 128), gates.full[stage], parity,
+               x.factor, scores);
+      if (lane == 0) {
+        for (int b = 2 * CHUNKS; b < BLOCKS; b++) mbarrier_arrive(gates.free[stage] + b);
+        if (leaf + 1 == end && !same) mbarrier_arrive(&gates.answered);
+      }
+      if ((leaf + 1) * LEAF > position + 1)
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+          if (leaf * LEAF + 32 * adder + i / 4 * 8 + 2 * t + i % 2 > position)
+            scores[i] = minus_infinity();
+      u32 p[4][4];
+      float2 scale[2];
+      s.softmax(scores, rows_of_p, gates, adder, n, p, scale);
+      s.add_values(operand_at(keys + first * BLOCK), gates.free[stage] + first, p, scale);
+      if (leaf + 1 < end && !apart) continue;
+      const Unit u = {units[0], units[1]};
+      const Columns columns(x, u, 8);
+      const int slot = u.slot() + (apart ? leaf - begin : 0);
+      float4* tiles[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int tile = 2 * strip + r;
+        const bool there = tile < u.rows() * columns.heads;
+        const i64 to = there ? columns.tile(x, u, slot, tile) : 0;
+        tiles[r] = there ? x.values + (to * VALUE_TILES + first * 4) * 32 : nullptr;
+        if (there && adder == 0 && t == 0) {
+          float* heads = (float*)(x.parts + to * 4 + g / 2) + g % 2;
+          heads[0] = s.top[r], heads[2] = s.total[r];
+        }
+      }
+      s.put(tiles);
+      s.clear();
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) latent_spans_warpgroup(
+    const bf16* q, const bf16* pages, const u64* map /* [16] of pages */, const bf16* fresh,
+    const int* tables, const int* ancestors, const int4* units, float4* parts, float4* values,
+    int H, int max_pages, int depth, int all_tiles, float factor) {
   extern __shared__ __align__(1024) unsigned char blocks[];
   const Latent x = {q,      pages, fresh,     tables, ancestors, parts,
                     values, H,     max_pages, depth,  all_tiles, factor};
   unsigned char* queries = blocks + 2 * BLOCKS * BLOCK;
-  const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
-  const int half = threadIdx.x / 128, strip = threadIdx.x / 32 % 4;
-  auto load = [&](const Unit& u, int leaf, int page, int stage, Keys which) {
-    load_blocks(blocks + stage * BLOCKS * BLOCK,
-                [&](int slot) { return key_of(x, u, leaf, page, slot, which); });
-  };
+  unsigned char* p_block = queries + BLOCKS * BLOCK;
+  Gates& gates = *(Gates*)(p_block + BLOCK);
+  const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
   grid_dependency_launch();
-  Unit u = {units[2 * blockIdx.x], units[2 * blockIdx.x + 1]};
-  if (u.rows()) load(u, u.begin(), u.first_page(), 0, COMMITTED);
-  grid_dependency_wait();
-  if (u.rows()) load(u, u.begin(), u.first_page(), 0, OTHERS);
-  int stage = 0;
-  bool same = false;
-  Strip s;
-  while (u.rows()) {
-    units += 2 * gridDim.x;
-    const Unit after = {units[2 * blockIdx.x], units[2 * blockIdx.x + 1]};
-    const Columns columns(x, u, 8);
-    if (!same) {
-      __syncthreads();  // all have multiplied the queries of the unit before
-      load_blocks(queries, [&](int column) { return columns.query(x, u, column); });
-    }
-    // A span that began in another unit: its leaves stay apart, for the fold to join in order.
-    const bool apart = u.begin() % SPAN != 0;
-    int slot = u.slot();
-    s.clear();
-    for (int leaf = u.begin(); leaf < u.end(); leaf++, stage ^= 1) {
-      const bool last = leaf + 1 == u.end();
-      int page = 0;
-      if (!last && (leaf + 1) * LEAF < u.length())
-        page = tables[(i64)u.sequence() * max_pages + leaf + 1];
-      cp_async_wait<0>();
-      warpgroup_see_shared();
-      __syncthreads();  // leaf and queries have arrived; the leaf before has been read
-      if (!last) load(u, leaf + 1, page, 1 - stage, ALL_KEYS);
-      else if (after.rows()) load(after, after.begin(), after.first_page(), 1 - stage, ALL_KEYS);
-      const unsigned char* keys = blocks + stage * BLOCKS * BLOCK;
-      float scores[32];
-      s.scores(queries, keys, factor, scores);
-      if ((leaf + 1) * LEAF > u.position() + 1)
-#pragma unroll
-        for (int i = 0; i < 32; i++)
-          if (leaf * LEAF + i / 4 * 8 + 2 * t + i % 2 > u.position()) scores[i] = minus_infinity();
-      u32 p[4][4];
-      float2 scale[2];
-      s.softmax(scores, p, scale);
-      s.add_values(keys + half * CHUNKS * BLOCK, p, scale);
-      if (!last && !apart) continue;
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const int n = 2 * strip + r;
-        if (n >= u.rows() * columns.heads) continue;
-        const i64 tile = columns.tile(x, u, slot, n);
-        if (half == 0 && t == 0) {
-          float* to = (float*)(parts + tile * 4 + g / 2) + g % 2;
-          to[0] = s.top[r], to[2] = s.total[r];
-        }
-        s.put(r, values + (tile * VALUE_TILES + half * CHUNKS * 4) * 32);
-      }
-      s.clear(), slot++;
-    }
-    same = u.a.x == after.a.x && u.part() == after.part();
-    u = after;
+  if (threadIdx.x == 0) gates.init();
+  __syncthreads();  // the barriers exist before anybody waits at one
+  if (group == 2) {
+    warpgroup_release_registers<56>();
+    if (thread < 32) load_leaves(x, map, units, blocks, gates);
+    else load_unit_queries(x, units, thread - 32, queries, gates);
+  } else {
+    warpgroup_take_registers<224>();
+    add_leaves(x, units, group, blocks, queries, p_block, gates);
   }
 }
 #endif

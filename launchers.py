@@ -24,7 +24,7 @@ import numpy as np
 from config import UserError
 from reference import free_memory
 
-THREADS = 256  # of every block
+THREADS = 256  # of a block, if nothing else is said
 WARPS = THREADS // 32
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT32 = np.dtype(np.float32)
@@ -76,7 +76,7 @@ class Limits:
     shared_bytes  dynamic shared memory of one block at most
     processors    streaming multiprocessors
     clusters      blocks may share their shared memory
-    warpgroups    four warps may multiply together, from shared memory
+    warpgroups    four warps may multiply together, from shared memory, and blocks be copied by maps
     """
 
     name: str
@@ -137,7 +137,7 @@ class CudaLauncher:
             shared_bytes=int(device.attributes["MaxSharedMemoryPerBlockOptin"]),
             processors=int(device.attributes["MultiProcessorCount"]),
             clusters=int(device.compute_capability) >= 90,
-            warpgroups=device.compute_capability == "90",
+            warpgroups=device.compute_capability == "90" and self._driver is not None,
         )
 
     @staticmethod
@@ -254,6 +254,23 @@ class CudaLauncher:
 
     def address(self, array) -> int:
         return array.data.ptr
+
+    def block_map(self, array):
+        """What kernels copy blocks of 64 x 64 by, of bfloat16 [rows, width]: uint64 [16]."""
+        driver, (rows, width) = self._driver, array.shape
+        long, short = driver.cuuint64_t, driver.cuuint32_t
+        status, made = driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, array.data.ptr,
+            [long(width), long(rows)], [long(2 * width)], [short(64), short(64)],
+            [short(1), short(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )  # fmt: skip
+        if status:
+            raise self.xp.cuda.driver.CUDADriverError(int(status))
+        return self.upload(np.array([int(word) for word in made.opaque], np.uint64))
 
     def share(self, size: int):
         """Zeroed memory that other processes of this host can write: (uint8 array, its handle)."""
@@ -373,6 +390,10 @@ class EmulatorLauncher:
 
     def address(self, array: np.ndarray) -> int:
         return array.ctypes.data
+
+    def block_map(self, array: np.ndarray) -> np.ndarray:
+        """See CudaLauncher.block_map."""
+        return np.array([array.ctypes.data, array.strides[0], *(0,) * 14], np.uint64)
 
     def share(self, size: int):
         """See CudaLauncher.share."""

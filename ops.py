@@ -225,6 +225,7 @@ class Launch:
     shared_bytes: int
     defines: Defines
     function: object
+    threads: int
 
 
 # ---- weights and plans -------------------------------------------------------------------------
@@ -478,6 +479,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         self._counted: dict[int, object] = {}
         self.tiles = Tiles(self.launcher.limits)
         self.arrived = self.launcher.upload(np.zeros(MEETINGS, np.int32))  # see wide_mma
+        self.block_maps: dict[tuple[int, int, int], object] = {}  # see block_map
         self.listener: Callable[[Launch], None] | None = None
         self.mail: Mailbox | None = None
 
@@ -508,8 +510,9 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         return self._functions[key]
 
     def _launch(
-        self, section, kernel, grid, *args, shared_bytes=0, defines=(), dependent=False
-    ) -> None:
+        self, section, kernel, grid, *args, shared_bytes=0, defines=(), dependent=False,
+        threads=THREADS,
+    ) -> None:  # fmt: skip
         """Launch with checked grid, shared memory and casted scalars; no work, no launch.
 
         dependent: see CudaLauncher.launch
@@ -528,13 +531,14 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         function = self._function(section, kernel, defines, shared_bytes)
         cast = tuple(_scalar(kernel, a) for a in args)
         try:
-            self.launcher.launch(function, grid, (THREADS, 1, 1), cast, shared_bytes, dependent)
+            self.launcher.launch(function, grid, (threads, 1, 1), cast, shared_bytes, dependent)
             if self.debug:
                 self.launcher.synchronize()
         except self.launcher.faults as error:
             raise self.fault(error, f"{kernel} with a grid of {grid}") from error
         if self.listener is not None:
-            self.listener(Launch(section, kernel, grid, cast, shared_bytes, defines, function))
+            made = section, kernel, grid, cast, shared_bytes, defines, function, threads
+            self.listener(Launch(*made))
 
     @property
     def faults(self) -> tuple[type[Exception], ...]:
@@ -557,7 +561,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
             function = self._function(
                 launch.section, launch.kernel, launch.defines, launch.shared_bytes
             )
-        block = (THREADS, 1, 1)
+        block = (launch.threads, 1, 1)
         self.launcher.launch(function, launch.grid, block, launch.args, launch.shared_bytes)
 
     def check_fit(

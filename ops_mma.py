@@ -786,6 +786,7 @@ class TensorCoreKernels:
 MAX_TENSOR_LEAF = 16 * WARPS  # positions of a leaf: a warp takes the scores of 16
 PARTS_BYTES = 512 << 20  # of the parts of spans at most, if one row allows
 WORK_ROWS = 1024  # of one launch of attention_work
+FEW = 2  # column tiles from which on a variant may be worth it for many leaves
 MEET = 4  # spans that a warp of the fold brings to a meeting
 
 
@@ -794,7 +795,7 @@ class ColumnTile:
     """A variant of the attention kernels: `tiles` times 8 columns (row, head) of a block.
 
     least       column tiles of a forward from which on it is the variant to take
-    work        or, if they fill it, column tiles times leaves from which on
+    work        or, from FEW column tiles on, column tiles times leaves from which on
     warpgroups  it multiplies by warpgroups
     """
 
@@ -804,12 +805,17 @@ class ColumnTile:
     warpgroups: bool = False
 
     def suits(self, column_tiles: int, leaves: int) -> bool:
-        fills = column_tiles >= self.tiles
-        return column_tiles >= self.least or fills and column_tiles * leaves >= self.work
+        works = column_tiles >= FEW and column_tiles * leaves >= self.work
+        return column_tiles >= self.least or works
 
     @property
     def name(self) -> str:
         return "warpgroup" if self.warpgroups else f"mma_{self.tiles}"
+
+    @property
+    def threads(self) -> int:
+        """Of a block; of three warpgroups one loads."""
+        return 3 * 128 if self.warpgroups else THREADS
 
 
 COLUMN_TILES = (
@@ -857,7 +863,8 @@ class AttentionShape:
     def shared_bytes(self, tile: ColumnTile, stages: int) -> int:
         """Of a block with so many leaves in flight."""
         if tile.warpgroups:
-            return 3 * 64 * 2 * self.key
+            gates = 8 * (4 * (self.key // 64) + 10) + 4 * 4 * 128
+            return 64 * (3 * 2 * self.key + 128) + gates
         tiles = tile.tiles
         columns, width, values = 8 * tiles, ceil(self.key, 16) * 16, 16 * self.value_tiles
         stride, stage = 2 * width + 16, self.leaf * (2 * width + 16)
@@ -956,16 +963,25 @@ class TensorCoreAttention:
             parts = self.empty((work.slots, all_tiles, 4, 4))
             values = self.empty((work.slots, all_tiles, shape.value_tiles, 128))
             # What was planned in front of this very launch cannot be read before it has ended.
+            keys = (pages, self._block_map(pages)) if work.tile.warpgroups else (pages,)
             self._launch(
                 "attention_mma", f"latent_spans_{work.tile.name}", (work.blocks,), q[rows],
-                pages, fresh, plan.tables, plan.ancestors[rows], work.units, parts, values, heads,
+                *keys, fresh, plan.tables, plan.ancestors[rows], work.units, parts, values, heads,
                 plan.tables.shape[1], plan.ancestors.shape[1], all_tiles, factor,
                 shared_bytes=work.shared_bytes, defines=shape.defines(work.stages),
-                dependent=planned,
+                dependent=planned, threads=work.tile.threads,
             )  # fmt: skip
             args = parts, values, work.rows, out[rows], heads, all_tiles
             self._fold_mma("latent_fold_mma", shape, work.stages, all_tiles, args)
         return out
+
+    def _block_map(self, pages):
+        """CudaLauncher.block_map of pages' keys. All are kept: recorded launches read them."""
+        keys = pages.reshape(-1, pages.shape[-1])
+        key = self.launcher.address(keys), *keys.shape
+        if key not in self.block_maps:
+            self.block_maps[key] = self.launcher.block_map(keys)
+        return self.block_maps[key]
 
     def _block_attention_mma(
         self, q, kv, pages, tables, lengths, window, factor, shape, settled: bool

@@ -380,8 +380,10 @@ inline void ldmatrix_x4_trans(unsigned (&r)[4], const void* shared) { emulator_l
 // rows g (4j, 4j + 1) and g + 8 (4j + 2, 4j + 3). Sums as of mma_bf16. Nothing is asynchronous here.
 inline void warpgroup_arrive() {}
 inline void warpgroup_commit() {}
-template <int N> inline void warpgroup_wait() {}
+template <int N> inline void warpgroup_wait() { __syncwarp(); }
 inline void warpgroup_see_shared() {}
+template <int N> inline void warpgroup_release_registers() {}
+template <int N> inline void warpgroup_take_registers() {}
 template <int M> inline void warpgroup_see_sums(float (&)[M]) {}
 inline float emulator_bfloat(unsigned short bits) {
   const unsigned wide = unsigned(bits) << 16;
@@ -401,12 +403,17 @@ template <int N, class B> inline void emulator_warpgroup(float (&d)[N], const do
     d[i] = float((add ? double(d[i]) : 0.0) + sum);
   }
 }
-inline void warpgroup_mma(float (&d)[32], const void* a, const void* b, bool add) {  // b: columns lie in rows
+struct Operand {
+  const unsigned char* at;
+  Operand operator+(int bytes) const { return Operand{at + bytes}; }
+};
+inline Operand operand_at(const void* p) { return Operand{static_cast<const unsigned char*>(p)}; }
+template <int N> inline void warpgroup_mma(float (&d)[N], Operand a, Operand b, bool add) {  // b: columns lie in rows
   const unsigned row = emulator::current->index.x / 32 % 4 * 16 + emulator::current->lane / 4;
   double rows[2][16];
   for (int r = 0; r < 2; r++)
-    for (int k = 0; k < 16; k++) rows[r][k] = emulator_of_block(a, row + 8 * r, k);
-  emulator_warpgroup(d, rows, add, [&](int k, int column) { return emulator_of_block(b, column, k); });
+    for (int k = 0; k < 16; k++) rows[r][k] = emulator_of_block(a.at, row + 8 * r, k);
+  emulator_warpgroup(d, rows, add, [&](int k, int column) { return emulator_of_block(b.at, column, k); });
 }
 inline void emulator_fragment(double (&rows)[2][16], const unsigned (&a)[4]) {  // a: as mma_bf16's
   for (int lane = 0; lane < 4; lane++)
@@ -416,10 +423,10 @@ inline void emulator_fragment(double (&rows)[2][16], const unsigned (&a)[4]) {  
         rows[i % 2][i / 2 * 8 + 2 * lane + half] = double(emulator_bfloat((unsigned short)(pair >> 16 * half)));
     }
 }
-inline void warpgroup_mma_trans(float (&d)[32], const unsigned (&a)[4], const void* b, bool add) {
+inline void warpgroup_mma_trans(float (&d)[32], const unsigned (&a)[4], Operand b, bool add) {
   double rows[2][16];
   emulator_fragment(rows, a);
-  emulator_warpgroup(d, rows, add, [&](int k, int column) { return emulator_of_block(b, k, column); });
+  emulator_warpgroup(d, rows, add, [&](int k, int column) { return emulator_of_block(b.at, k, column); });
 }
 // m64nNk16, N = 2 M: b as of warpgroup_mma, of N rows.
 template <int M> inline void warpgroup_mma_rows(float (&d)[M], const unsigned (&a)[4], const void* b, bool add) {
@@ -446,6 +453,22 @@ inline void cluster_sync(EMULATOR_HERE) { emulator::cluster_barrier(file, line);
 inline void cluster_arrive() {}
 inline void cluster_wait(EMULATOR_HERE) { emulator::cluster_barrier(file, line); }
 template <class T> inline T* cluster_map(T* shared, unsigned rank) { return static_cast<T*>(emulator::cluster_map(shared, rank)); }
+// A block of 64 x 64 numbers, as of wgmma, from rows; the map (EmulatorLauncher.block_map): their address and bytes.
+inline void see_map(const void*) {}
+inline void copy_block(void* shared, const void* map, int column, int row, void* barrier) {
+  const auto* of = static_cast<const unsigned long long*>(map);
+  for (int i = 0; i < 512; i++) {
+    const int r = i / 8, piece = i % 8;
+    const auto* from = reinterpret_cast<const unsigned char*>(of[0]) + (row + r) * of[1] + 2 * column + 16 * piece;
+    emulator::copy_bulk(static_cast<unsigned char*>(shared) + r * 128 + (piece ^ r % 8) * 16, from, 16, barrier);
+  }
+}
+inline unsigned round_pair(float low, float high) {
+  const __nv_bfloat16 pair[2] = {__float2bfloat16_rn(low), __float2bfloat16_rn(high)};
+  unsigned bits;
+  std::memcpy(&bits, pair, 4);
+  return bits;
+}
 // ex2.approx.ftz.f32: within 2 ulp of this; subnormal inputs and results become zero, as there.
 inline float exp2_approx(float x) {
   const float y = std::exp2(x);
