@@ -415,10 +415,14 @@ def answer(engine: Engine, prompt, params: SamplingParams, arguments) -> Result:
     if arguments.trace:
         text = prompt if isinstance(prompt, str) else engine.tokenizer.decode(prompt)
         pictures.write(Path(arguments.trace), result, engine.tokenizer.token_piece, text)
+        print(f"{arguments.trace}: the trees of {result.steps} steps", file=sys.stderr)
     if arguments.json:
         print_json(summary(engine, result))
     else:
         print(f"[{figures(engine, result)}]", file=sys.stderr)
+        if result.finish_reason == "length" and len(result.token_ids) < params.max_tokens:
+            context = engine.settings.decode.context
+            print(f"the context of {context} tokens is full: decode.context", file=sys.stderr)
     if result.error:
         print(f"error: {result.error}", file=sys.stderr)
     return result
@@ -576,10 +580,14 @@ def many(engine: Engine, name: str, requests: str, defaults: SamplingParams) -> 
                 bar.update()
                 rate = emitted / (time.perf_counter() - began)
                 tau = acceptance_length(emitted, texts, steps)
-                bar.set_postfix_str(f"{rate:.1f} tok/s, acceptance length {tau:.2f}")
+                speed = f"{rate:.1f} tok/s, acceptance length {tau:.2f}"
+                bar.set_postfix_str(speed)
     if interrupted.is_set():
         print(f"interrupted: {total - len(live)} of {total} prompts done", file=sys.stderr)
         return 130
+    if total:
+        lost = f", {failed} lines failed" if failed else ""
+        print(f"[{total} prompts, {emitted} tokens, {speed}, {engine.mode}{lost}]", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -104,6 +104,11 @@ class TestJson:
         assert found["tok_per_s"] == pytest.approx(11 / found["decode_s"], rel=0.01)
         assert found["prefill_s"] > 0
 
+    def test_a_full_context_is_said(self, call):
+        full = "is full: decode.context"
+        assert full in call("--prompt", "hello", "--max-tokens", 10**6)[2]
+        assert full not in call("--prompt", "hello", "--max-tokens", 4)[2]
+
     def test_without_json_the_text_alone_is_on_standard_output(self, call, answer):
         code, out, err = call("--prompt", "hello")
         assert code == 0

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import shutil
 import signal
@@ -82,7 +83,9 @@ class TestPrompts:
             {"prompt": "no id", "logprobs": 2, "stop": "e", "logit_bias": {"101": 5}},
         ]
         code, found, err = many(*lines)
-        assert (code, err, len(found)) == (0, "", 4)
+        assert (code, len(found)) == (0, 4)
+        tokens = sum(f["tokens"] for f in found)
+        assert re.fullmatch(rf"\[4 prompts, {tokens} tokens, [\d.]+ tok/s, .*\]\n", err)
         by_id = {json.dumps(f.pop("id")): f for f in found}
         assert set(by_id) == {'"text"', "7", "[1]", "4"}
         for f in by_id.values():
@@ -126,7 +129,7 @@ class TestPrompts:
         ]
         code, found, err = many(*lines)
         errors = {f["line"]: f["error"] for f in found if "line" in f}
-        assert (code, err) == (1, "")
+        assert code == 1 and "[2 prompts, " in err and f"{len(errors)} lines failed]" in err
         assert {f["id"] for f in found if "line" not in f} == {1, "also good"}
         for line, words in {
             2: "temprature: unknown field; did you mean temperature?",
