@@ -69,7 +69,7 @@ def build_tree(root: int, ids: np.ndarray, log_probs: np.ndarray, budget: int) -
     depth_limit, width = ids.shape
     tokens, parents, depths, scores = [int(root)], [-1], [0], [0.0]
     heap: list[tuple] = []
-    added = np.asarray(log_probs, np.float32).tolist()
+    candidates, added = ids.tolist(), np.asarray(log_probs, np.float32).tolist()
 
     def score_of(parent: int, rank: int) -> float:
         """float32: a sum of two in float64, rounded once more, is that of float32."""
@@ -77,23 +77,24 @@ def build_tree(root: int, ids: np.ndarray, log_probs: np.ndarray, budget: int) -
             return -np.inf
         return to_float32(scores[parent] + added[depths[parent]][rank])
 
-    def offer(parent: int, rank: int) -> None:
+    def offer(parent: int, rank: int, score: float) -> None:
         """Put a candidate on the heap, with those after it whose score rounds to the same."""
-        if depths[parent] == depth_limit:
-            return
-        score = score_of(parent, rank)
+        depth = depths[parent]
         while score > -np.inf:
             following = score_of(parent, rank + 1)
-            more = following == score
-            token = int(ids[depths[parent], rank])
-            heapq.heappush(heap, (-score, depths[parent] + 1, parent, token, rank, more))
-            if not more:
+            token = candidates[depth][rank]
+            heapq.heappush(heap, (-score, depth + 1, parent, token, rank, following))
+            if following != score:
                 return
             rank += 1
 
-    def add(parent: int, rank: int) -> int:
-        scores.append(score_of(parent, rank))
-        tokens.append(int(ids[depths[parent], rank]))
+    def offer_children(parent: int, rank: int = 0) -> None:
+        if depths[parent] < depth_limit:
+            offer(parent, rank, score_of(parent, rank))
+
+    def add(parent: int, token: int, score: float) -> int:
+        scores.append(score)
+        tokens.append(token)
         parents.append(parent)
         depths.append(depths[parent] + 1)
         return len(tokens) - 1
@@ -102,15 +103,15 @@ def build_tree(root: int, ids: np.ndarray, log_probs: np.ndarray, budget: int) -
     path = int(np.argmin(best)) if not best.all() else depth_limit
     seeded = path if budget > path else 0
     for node in range(seeded):
-        add(node, 0)
+        add(node, candidates[node][0], score_of(node, 0))
     for node in range(seeded + 1):
-        offer(node, 1 if node < seeded else 0)
+        offer_children(node, 1 if node < seeded else 0)
     while heap and len(tokens) < budget:
-        _, _, parent, _, rank, more = heapq.heappop(heap)
-        if not more:
+        below, _, parent, token, rank, following = heapq.heappop(heap)
+        if following != -below:
             # Ranks are in order of probability, so the next sibling need not be there before.
-            offer(parent, rank + 1)
-        offer(add(parent, rank), 0)
+            offer(parent, rank + 1, following)
+        offer_children(add(parent, token, -below))
     return Tree(
         np.array(tokens, np.int32),
         np.array(parents, np.int32),
