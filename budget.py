@@ -8,21 +8,25 @@ drafts nothing; for it to notice that drafts would pay, some of its rounds are `
 draft, and verify the root alone. A small draft takes less than the large tree that is evidence;
 where rounds are recorded and the difference matters, many are `bare`: they say how far their own
 walk gets, and by the factor that this is off, what is expected of all other choices is off, too.
+Where none are recorded, on a CPU, a large tree takes little more than a small one to draft: every
+draft is evidence, and as much of it is verified as pays by its own probabilities.
 
 Regret, in seconds against the best fixed choice, with costs as measured:
 - Evidence takes at most LEARNING of the time, and LESSONS rounds once, of plain decoding and of
-  drafts each; but for the first drafts of a kind, and where bare rounds are not recorded yet.
-- Evidence fades by KEPT a draft. A choice that was better by g tokens a draft and is worse by h
-  since the text has changed is left once ln(1 + g / h) / (1 - KEPT) drafts have been seen. That
-  costs less than what g gains in 1 / (1 - KEPT) drafts, however large h is. Beside plain decoding,
-  drafts are seen as often as they are watched.
-- A text begins with what others of its kind have shown, which weighs as much as PRIOR drafts.
+  drafts each; but for the first drafts of a kind, and where bare rounds are not recorded.
+- A text's evidence fades by KEPT a draft. A choice that was better by g tokens a draft and is worse
+  by h since the text has changed is left once ln(1 + g / h) / (1 - KEPT) drafts have been seen.
+  That costs less than what g gains in 1 / (1 - KEPT) drafts, however large h is. Beside plain
+  decoding, drafts are seen as often as they are watched.
+- A text begins with what others of its kind have shown, which weighs as much as PRIOR drafts and
+  fades more slowly.
 - Drafts give way to plain decoding when they lose by more than the evidence may be wrong by.
 Nothing here can change a token.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,20 +38,21 @@ from spec_decode import Tree
 
 # Of a tree: powers of two, and from 8 on what is halfway between them.
 NODES = (2, 4, *(n for e in range(3, 11) for n in (2**e, 3 * 2 ** (e - 1))))
-KEPT = 0.95  # of evidence, a text's or all texts', after a draft
+KEPT, KEPT_OF_KIND = 0.95, 0.98  # of a text's evidence after a draft, and of all texts'
 PRIOR = 5.0  # drafts of a text that weigh as much as all texts, and of these as that all is equal
-UNSURE = 0.5  # standard errors by which drafts may lose to plain decoding and be kept
+UNSURE = 0.9  # standard errors by which drafts may lose to plain decoding and be kept
 LEARNING = 0.01  # of the time of plain decoding, and of drafts, that their evidence may take
 LESSONS = 8  # rounds of such evidence that may be saved up: to be sure of a change at once
 MOST_QUIET = 64  # rounds of plain decoding between watched ones, if there is time for them
-TURNS = 4  # of every choice when they are measured; the shortest counts
-CLOSE = 0.03  # of its seconds: a choice that takes so little less than a larger one is left out
+TURNS = 6  # of every choice when they are measured; the shortest counts
+CLOSE = 0.01  # of its seconds: a choice that takes so little less than a larger one is left out
 TINY = 1e-9  # tokens
 MOST_LEFT = 256  # tokens to come of a text, as far as recording another round is concerned
 # Of a round's seconds (Costs.saw):
 HITCH = 2.0  # times as many as expected, or as few, that are believed at most
 FRESH = 4  # rounds after a change of choice that tell of the choice; later ones, of the machine
 MEASURED = 20  # rounds that a measurement weighs as, and that a choice's ratio is the mean of
+BELIEVED = 0.99  # of a choice's ratio, in logarithms, after a round
 PACE_FRESH, PACE_LATER = 0.05, 0.2  # of what such rounds are off by: the machine's
 
 
@@ -96,20 +101,6 @@ def cut(tree: Tree, nodes: int, depth: int) -> Tree:
                 tree.score[first])  # fmt: skip
 
 
-def ranks(tree: Tree) -> np.ndarray:
-    """Places of the nodes by probability, as `cut` takes them -> [N]."""
-    places = np.empty(len(tree.score), np.int32)
-    places[np.argsort(-tree.score, kind="stable")] = np.arange(len(places))
-    return places
-
-
-def inside(tree: Tree, nodes, of: Sequence[Choice], depth: int) -> np.ndarray:
-    """Which of these nodes are in the part of the tree that each choice verifies: bool
-    [choices, nodes]."""
-    budgets = np.array([c.budget for c in of])[:, None]
-    return np.where(budgets > depth, nodes, ranks(tree)[nodes]) < budgets
-
-
 def accepted(
     tree: Tree, tokens: Sequence[int], of: Sequence[Choice], depth: int
 ) -> np.ndarray | None:
@@ -122,13 +113,17 @@ def accepted(
                 return None
             if ids[node] == tokens[len(path) - 1]:
                 path.append(node)
-    return inside(tree, np.array(path), of, depth).sum(axis=1) - 1
+    places = np.argsort(-tree.score, kind="stable").tolist()
+    ranks = sorted(places.index(node) for node in path)
+    held = (bisect_left(path if c.budget > depth else ranks, c.budget) for c in of)  # as in `cut`
+    return np.fromiter(held, int, len(of)) - 1
 
 
 def claimed(tree: Tree, of: Sequence[Choice], depth: int) -> np.ndarray:
     """The same as the tree's own probabilities have it: fp64 [choices]."""
-    nodes = np.arange(1, len(tree.score))
-    return inside(tree, nodes, of, depth) @ np.exp(tree.score[1:].astype(float))
+    chance = np.exp(tree.score.astype(float))
+    last = np.minimum([c.budget for c in of], len(tree)) - 1
+    return np.where(last < depth, (-np.sort(-chance)).cumsum()[last], chance.cumsum()[last]) - 1
 
 
 class Costs:
@@ -175,7 +170,9 @@ class Costs:
 
     def saw(self, choice: Choice, b: int, seconds: float) -> None:
         """A round ran. Right after a change, other seconds than expected are the choice's; later
-        they are the machine's, or the context's. Both go by logarithms: means of factors."""
+        they are the machine's, or the context's. Both go by logarithms: means of factors. What was
+        measured is believed again, by and by: else pace and ratio drift apart, as contexts begin
+        short in every text and grow, and choices that are not taken seem ever slower."""
         if choice not in self.measured or seconds <= 0:
             return
         self.steady = self.steady + 1 if self.last == (choice, b) else 0
@@ -187,6 +184,8 @@ class Costs:
             mine, pace = 1 / (2 + min(seen, MEASURED)), PACE_FRESH
         self.seen[choice, b] = seen + 1
         ratio = now / self.expected(choice, b) / self.pace * off**mine
+        if b == 1:
+            ratio **= BELIEVED
         self.ratio[choice, b] = self.nearest[choice.mode == "ar", b] = ratio
         self.pace *= off**pace
 
@@ -194,34 +193,30 @@ class Costs:
 class Evidence:
     """What drafts of one text, or of all texts of a kind, became; older ones have faded.
 
-    n              drafts
-    got, claimed   [choices] tokens that walks reached, and that the drafts' probabilities said
+    kept    of it after a draft
+    n       drafts
+    tokens  [choices] that their walks reached, or that their probabilities said
     """
 
-    def __init__(self, choices: int):
-        self.n, self.got, self.claimed = 0.0, np.zeros(choices), np.zeros(choices)
+    def __init__(self, choices: int, kept: float):
+        self.kept, self.n, self.tokens = kept, 0.0, np.zeros(choices)
 
-    def add(self, got: np.ndarray, claimed: np.ndarray) -> None:
-        self.n = KEPT * self.n + 1
-        self.got = KEPT * self.got + got
-        self.claimed = KEPT * self.claimed + claimed
+    def add(self, tokens: np.ndarray) -> None:
+        self.n = self.kept * self.n + 1
+        self.tokens = self.kept * self.tokens + tokens
 
     def mean(self, prior: np.ndarray) -> np.ndarray:
-        """Tokens that a draft's walk reaches, from `prior` on."""
-        return (self.got + PRIOR * prior) / (self.n + PRIOR)
-
-    def calibration(self, prior: np.ndarray | float) -> np.ndarray:
-        """Tokens reached for one that was claimed."""
-        return (self.got + PRIOR * prior) / (self.claimed + PRIOR)
+        """Tokens of a draft, from `prior` on."""
+        return (self.tokens + PRIOR * prior) / (self.n + PRIOR)
 
 
 @dataclass
 class _Text:
     """A text's evidence, and its drafts of which it does not say yet what became of them: (where
-    the tokens begin that follow the root, tree)."""
+    the tokens begin that follow the root, tree, what that claims for every choice)."""
 
     evidence: Evidence
-    open: list[tuple[int, Tree]] = field(default_factory=list)
+    open: list[tuple[int, Tree, np.ndarray | float]] = field(default_factory=list)
 
 
 class Auto:
@@ -239,14 +234,19 @@ class Auto:
         self.scoring: dict[Choice, float] = {}  # seconds of a round more than of a bare one
         self.saved = {True: 0.0, False: 0.0}  # seconds for evidence of plain decoding, of drafts
         self.quiet, self.gap = 0, 1  # plain rounds since a watched one, and until the next
+        self.rate = 0.0  # tokens a second that are expected of the best choice
 
     def offer(self, of: Iterable[Choice]) -> None:
         """Choose among these from now on; what was known of others is forgotten."""
         self.choices = tuple(of)
+        self.nodes = np.array([c.budget for c in self.choices])
         self.watched = Choice("ar", 1, self.choices[-1].scored)
         self.worth = np.ones(len(self.choices))  # tokens of plain decoding in the same time
         self.texts: WeakKeyDictionary = WeakKeyDictionary()
-        self.kinds = {greedy: Evidence(len(self.choices)) for greedy in (True, False)}
+        self.kinds, self.claims = (
+            {greedy: Evidence(len(self.choices), KEPT_OF_KIND) for greedy in (True, False)}
+            for _ in range(2)
+        )
 
     def measure(self, seconds_of: Callable[[Choice], float | None], recorded: bool) -> None:
         """Time all choices, the smallest first, up to where even a whole block would not pay.
@@ -269,9 +269,9 @@ class Auto:
         for choice in [self.watched] * 2 + [*names, self.watched] * (TURNS - 2):
             if not time(choice):
                 return
-        if recorded:  # the chain first: where its evidence takes little, that of all does
-            for choice in sorted(names[1:], key=lambda c: c.mode != "chain"):
-                if not all(time(bare(choice)) for _ in range(TURNS)):
+        if recorded:  # the smallest first: where its evidence takes little, that of all does
+            for choice in names[1:]:
+                if not all(time(bare(choice)) and time(choice) for _ in range(TURNS)):
                     return
                 if took[choice] - took[bare(choice)] <= LEARNING * took[choice]:
                     break
@@ -303,12 +303,13 @@ class Auto:
 
     def known(self, sequence) -> tuple[np.ndarray, np.ndarray]:
         """Tokens that drafts of this text are expected to add, and the squared error [choices]: a
-        count's variance is about its mean, and n drafts were seen; one more of each for none."""
+        walk ends with the first wrong token, so the variance is mean * (1 + mean); n drafts were
+        seen, and one more that was off by one."""
         kind, text = self.kinds[sequence.params.greedy], self.texts.get(sequence)
         mean, n = kind.mean(np.minimum(self.worth - 1, self.depth)), min(PRIOR, kind.n)
         if text is not None:
             mean, n = text.evidence.mean(mean), n + text.evidence.n
-        return mean, (mean + 1) / (n + 1)
+        return mean, (n * mean * (1 + mean) + 1) / (n + 1) ** 2
 
     def gain(self, sequences: list) -> tuple[np.ndarray, np.ndarray]:
         """Expected tokens of a round of these together, and how far they may be off [choices]."""
@@ -324,23 +325,31 @@ class Auto:
         first round of some choices; they must pay with what the texts may still become."""
         for sequence in sequences:
             self.settle(sequence)
-        if not self.measured or not all(self.kinds[s.params.greedy].n for s in sequences):
-            return next((c for c in self.choices if c.mode == "chain"), self.choices[-1])
+        chain = next((c for c in self.choices if c.mode == "chain"), self.choices[-1])
+        if not self.measured:
+            return chain
         b, before = len(sequences), before or {}
         # Where a bare round would have to be recorded first, evidence is not paid for.
         scoring = {c: more for c, more in self.scoring.items() if bare(c) not in before}
         seconds = self.seconds(b) - np.array([scoring.get(c, 0.0) for c in self.choices])
         left = sum(min(s.rule.max_tokens - s.n_emitted, MOST_LEFT) for s in sequences)
         recording = np.array([before.get(c, 0.0) for c in self.choices])
-        recording[1:][[b * c.budget > self.rows for c in self.choices[1:]]] = np.inf
+        recording[b * self.nodes > self.rows] = np.inf
         gain, unsure = self.gain(sequences)
+        self.rate = (gain / seconds).max()
+        if not all(self.kinds[s.params.greedy].n for s in sequences):
+            return chain
         # A round takes as long where fewer tokens are left than it would add.
         took, hoped = (np.maximum(left / g, 1) * seconds + recording for g in (gain, gain + unsure))
         draft = 1 + int(np.argmin(took[1:]))
+        ends = all(map(self.ends, sequences))  # what they draft now says nothing
         if hoped[draft] < took[0]:
             self.quiet, self.gap = 0, 1
             choice = self.choices[draft]
-            return choice if self.pays(scoring.get(choice, 0.0), choice) else bare(choice)
+            price = scoring.get(choice, 0.0)
+            return bare(choice) if price and (ends or not self.pays(price, choice)) else choice
+        if ends:
+            return self.choices[0]
         return self.plain(self.extra + before.get(self.watched, 0.0))
 
     def plain(self, price: float) -> Choice:
@@ -368,17 +377,15 @@ class Auto:
         return np.array([self.costs.of(c, b) for c in self.choices])
 
     def narrow(self, sequences: list, trees: Sequence[Tree]) -> Choice:
-        """What to verify of trees that are there, by their own probabilities: the most tokens above
-        those that its seconds are worth at the best rate."""
+        """Learn from trees that are there, and say what to verify of them, by their own
+        probabilities: the most tokens above those that its seconds are worth at the best rate."""
         b, costs = len(sequences), self.seconds(len(sequences))
         gain = np.full(len(self.choices), float(b))
-        for sequence, tree in zip(sequences, trees, strict=True):
-            scale = self.kinds[sequence.params.greedy].calibration(1.0)
-            if (text := self.texts.get(sequence)) is not None:
-                scale = text.evidence.calibration(scale)
-            gain += np.minimum(claimed(tree, self.choices, self.depth) * scale, self.depth)
-        rate = (self.gain(sequences)[0] / costs).max()
-        return self.choices[1 + int(np.argmax((gain - rate * costs)[1:]))]
+        for sequence, claims in zip(sequences, self.learn(sequences, trees), strict=True):
+            kind = sequence.params.greedy
+            kept = (self.kinds[kind].tokens + PRIOR) / (self.claims[kind].tokens + PRIOR)
+            gain += np.minimum(claims * kept, self.depth)
+        return self.choices[1 + int(np.argmax((gain - self.rate * costs)[1:]))]
 
     # -- what it became
 
@@ -416,14 +423,16 @@ class Auto:
         """Near its end a text takes smaller trees: they say nothing of others."""
         return sequence.rule.max_tokens - sequence.n_emitted <= self.depth
 
-    def learn(self, sequences: list, trees: Sequence[Tree]) -> None:
-        """Trees that were drafted behind these texts as they are now."""
-        for sequence, tree in zip(sequences, trees, strict=True):
+    def learn(self, sequences: list, trees: Sequence[Tree]) -> list:
+        """Trees that were drafted behind these texts as they are now -> what they claim."""
+        claims = [claimed(t, self.choices, self.depth) if self.narrows else 0.0 for t in trees]
+        for sequence, tree, claim in zip(sequences, trees, claims, strict=True):
             if not self.ends(sequence):
-                self.text(sequence).open.append((len(sequence.tokens), tree))
+                self.text(sequence).open.append((len(sequence.tokens), tree, claim))
+        return claims
 
     def text(self, sequence) -> _Text:
-        return self.texts.setdefault(sequence, _Text(Evidence(len(self.choices))))
+        return self.texts.setdefault(sequence, _Text(Evidence(len(self.choices), KEPT)))
 
     def settle(self, sequence) -> None:
         """Take as evidence the drafts of which the text now says what became of them."""
@@ -431,17 +440,17 @@ class Auto:
             return
         tokens, waiting = sequence.tokens, text.open
         text.open = []
-        for start, tree in waiting:
+        for start, tree, claims in waiting:
             got = accepted(tree, tokens[start : start + self.depth], self.choices, self.depth)
             if got is None:
-                text.open.append((start, tree))
+                text.open.append((start, tree, claims))
                 continue
-            claims = claimed(tree, self.choices, self.depth) if self.narrows else 0.0
-            self.add(sequence, got, claims)
+            self.add(sequence, got)
+            self.claims[sequence.params.greedy].add(claims)
             if (1 + got > self.worth)[1:].any():
                 self.gap = 1  # what plain decoding saw would have paid
 
-    def add(self, sequence, got: np.ndarray, claims: np.ndarray | float = 0.0) -> None:
+    def add(self, sequence, got: np.ndarray) -> None:
         """To what is known of this text, and of all of its kind."""
-        for evidence in (self.text(sequence).evidence, self.kinds[sequence.params.greedy]):
-            evidence.add(got, claims)
+        self.text(sequence).evidence.add(got)
+        self.kinds[sequence.params.greedy].add(got)

@@ -84,11 +84,10 @@ class Order:
 
 @dataclass(frozen=True)
 class Drafted:
-    """The trees of a step; larger: those that they were cut from (Auto)."""
+    """The trees of a step, and what was chosen for them."""
 
     choice: Choice
     trees: list[tuple[Sequence, Tree]]
-    larger: list[Tree] | None = None
 
 
 @dataclass(frozen=True)
@@ -462,8 +461,8 @@ class Engine:
         drafted = self.narrow(choice, trees)
         step = self.verify(drafted.trees, chunks)
         accepted = self.accept(step)
-        if not chunks:
-            self.learn(drafted, time.perf_counter() - began)
+        if not chunks and self.auto is not None and self.auto.narrows and self.leads:
+            self.auto.saw(drafted.choice, len(drafted.trees), time.perf_counter() - began)
         return self.commit(step, accepted)
 
     def recorded(self, choice: Choice) -> list[Sequence] | None:
@@ -602,26 +601,20 @@ class Engine:
         return list(zip(ready, trees, strict=True))
 
     def narrow(self, choice: Choice, trees: list[tuple[Sequence, Tree]]) -> Drafted:
-        """The trees to verify: where larger ones were drafted, as much of them as pays."""
+        """The trees to verify: where larger ones were drafted, they are evidence (Auto), and as
+        much of them is verified as pays."""
         if not choice.scored or not trees:
             return Drafted(choice, trees)
         sequences, larger = map(list, zip(*trees, strict=True))
         if self.leads and self.auto.narrows and choice.mode != "ar":
             choice = self.auto.narrow(sequences, larger)
+        elif self.leads:
+            self.auto.learn(sequences, larger)
         if self.comm is not None:
             choice = self.comm.broadcast(choice)
         depth = self.auto.depth
         trees = [(s, budgets.cut(tree, choice.budget, depth)) for s, tree in trees]
-        return Drafted(choice, trees, larger)
-
-    def learn(self, drafted: Drafted, seconds: float) -> None:
-        """What was drafted, and how long the step took, for the choices that follow."""
-        if self.auto is None or not drafted.trees or not self.leads:
-            return
-        if self.auto.narrows:  # else the costs are those of recorded rounds
-            self.auto.saw(drafted.choice, len(drafted.trees), seconds)
-        if drafted.larger is not None:
-            self.auto.learn([s for s, _ in drafted.trees], drafted.larger)
+        return Drafted(choice, trees)
 
     def verify(self, trees, chunks) -> Step:
         """One forward over all trees and prompt pieces."""
