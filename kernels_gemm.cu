@@ -1513,6 +1513,7 @@ expert_gate_up_wide(const bf16* x,                // [T, K], 16-byte aligned row
   constexpr int WEIGHTS = 2 * UP_GROUPS * TILE_GROUP, PLACE = UP_GROUPS * MOST * 64;
   constexpr int LEVELS = PARTS > 4 ? 2 : PARTS > 2 ? 1 : 0;
   static_assert(PARTS <= 8 && UP_STAGES >= 3, "levels of waiting parts; the chunks before, here and next");
+  static_assert(!BY_WARPGROUPS || WARPS * WEIGHTS % 1024 == 0, "x begins where swizzled blocks may");
   begin_dependent();
   if (blockIdx.y >= *n_tiles) return;
   const int4 tile = tiles[blockIdx.y];

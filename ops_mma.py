@@ -30,7 +30,7 @@ UP_RESIDENT = 3  # blocks of it that a processor holds at most: RESIDENT of its 
 DOWN_RESIDENTS = (2, 3)  # blocks of expert_down_mma that a processor may be to hold
 MAX_PAIRS = 4096  # (row, expert) pairs of one launch: struct Work has 12 bits for them
 MANY_FROM = EXPERT_ROWS + 1  # rows from which on each expert takes its own together (experts_wide)
-MANY_ROWS = 8192  # of one launch of those at most
+MANY_ROWS = 8192  # of one launch of those at most, a multiple of 4
 SLOT_BYTES = 256 << 20  # of its sums of pairs that wait for their weights, if one block allows
 DOWN_EACH = 56  # blocks of 32 outputs that a block of expert_down_wide takes at most
 WHOLE = 8  # kB of weight that a warp may have in flight in one piece
@@ -698,7 +698,7 @@ class TensorCoreKernels:
             sums = self._shared_leaves(x, shared, e.leaves, hidden)
         most_rows = max(1, MAX_PAIRS // top_k)
         if (way := self._many(e, min(n, MANY_ROWS), top_k)) is not None:
-            step = ceil(n, ceil(n, MANY_ROWS))
+            step = 4 * ceil(n, 4 * ceil(n, MANY_ROWS))  # then ids of every launch are aligned
             for first in range(0, n, step):
                 rows = slice(first, first + step)
                 parts = x[rows], ids[rows], weights[rows], h[first * top_k :], sums[rows], out[rows]
@@ -738,6 +738,7 @@ class TensorCoreKernels:
     ) -> None:
         """The experts of up to MANY_ROWS rows, whose rows each takes together, into `out`."""
         (n, top_k), blocks = ids.shape, e.hidden // 32
+        ids = self._take("moe", "ids", ids, INT32, n, top_k, aligned=True)
         pairs = n * top_k
         tiles = min(pairs, e.experts + pairs // way.most)
         lists, counts = self.empty((e.experts, n), INT32), self.empty((e.experts,), INT32)

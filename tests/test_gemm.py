@@ -305,12 +305,13 @@ def test_experts_of_many_rows_have_the_bits_of_few(
     monkeypatch.setattr(ops_mma, "MANY_FROM", rows + 1)
     want = run()
     monkeypatch.setattr(ops_mma, "MANY_FROM", 1)
+    turns = ops_mma.SLOT_BYTES, 2 * rows * top_k * leaves * 128
     for way in ways:
         monkeypatch.setattr(kernels, "_many", lambda *_, way=way: way)
-        for most in (ops_mma.SLOT_BYTES, 2 * rows * top_k * leaves * 128):
+        for most in turns:
             monkeypatch.setattr(ops_mma, "SLOT_BYTES", most)
             assert np.array_equal(run(), want), (str(way), most)
-    monkeypatch.setattr(ops_mma, "MANY_ROWS", 1 + rows // 2)
+    monkeypatch.setattr(ops_mma, "MANY_ROWS", 4 + rows // 8 * 4)
     assert np.array_equal(run(), want)
 
 
