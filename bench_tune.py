@@ -31,6 +31,7 @@ PRODUCTS = {"_linear": 1, "_mma_gate_up": 1, "mixture": 0}
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 MORE_ROWS = (128, 256, 512, 1024, 2048, 4096)  # of the experts
 CALLS = 8  # of a product in a chain at most, each with weights of its own
+CALL_ROWS = CALLS * 128  # of all calls together, if one allows: what they make waits in memory
 FLUSH = 256 << 20  # bytes read in front of a chain: more than any L2 cache holds
 FEW, MANY = 3, 15  # turns of all, and of the leaders
 LEADERS = 8  # that go on to them
@@ -228,6 +229,7 @@ class Tuner:
 
     def of_calls(self, calls: list[Call], rows: int, bar) -> list[dict]:
         """A row for each product that these calls with so many rows of x are the first to need."""
+        calls = calls[: max(1, CALL_ROWS // rows)]
         x = drawn(self.ops, rows, calls[0].columns)
         self.trial.asked.clear()
         calls[0].run(self.ops, x)

@@ -106,8 +106,9 @@ def test_every_shipped_entry_is_a_launch_of_its_device(kernels) -> None:
     for device, products in tiles.read(tiles.FILE).items():
         architecture, processors = re.fullmatch(r"(sm_\d+), (\d+) processors", device).groups()
         kernels.launcher.limits = launchers.Limits(
-            device, architecture, ARCHITECTURES[architecture], int(processors), clusters=True
-        )
+            device, architecture, ARCHITECTURES[architecture], int(processors), clusters=True,
+            warpgroups=architecture == "sm_90",
+        )  # fmt: skip
         for product, of_rows in products.items():
             for rows, found in of_rows.items():
                 ways = [str(way) for way in ways_of(kernels, product, rows)]
