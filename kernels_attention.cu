@@ -727,8 +727,9 @@ LATENT_SPANS(8)
 // scores of half of a leaf's keys, and adds half of the value's dims, 64 at a time. The warps that have
 // the same 16 columns exchange what they know of P through shared memory.
 // Queries and leaves lie in blocks of 64 rows x 128 bytes, whose 16-byte pieces are swizzled. Every block
-// of a leaf is loaded, and given free, by itself, so that leaves arrive while others are worked on.
-// grid: as latent_spans_mma; block 384; shared: two leaves, queries, P [64, 64], Gates.
+// of a leaf is loaded, and given free, by itself, so that leaves arrive while others are worked on. Units,
+// tables and committed leaves are read while the kernel in front still runs: it must be none that wrote them.
+// grid: as latent_spans_mma; block 384; shared: two leaves, queries, P [64, 64], Gates. Nothing aliases.
 constexpr int BLOCK = 64 * 128;
 constexpr int BLOCKS = KEY_WIDTH / 64;
 constexpr int CHUNKS = VALUE_WIDTH / 128;  // of 64 dims, of an adder
@@ -869,7 +870,8 @@ struct Strip {
   }
 
   // p: rounded P of 16 columns and all keys, as the steps of 16 keys take it. scale: of the sum so far,
-  // of this leaf, which is the n-th. rows: where P of these columns goes.
+  // of this leaf, which is the n-th. rows: where P of these columns goes; it has
+  // one place, for both warps have read P of a leaf before they meet for the maxima of the next.
   DEVICE_METHOD void softmax(const float (&s)[16], unsigned char* rows, Gates& gates, int adder,
                              int n, u32 (&p)[4][4], float2 (&scale)[2]) {
     const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, strip = threadIdx.x / 32 % 4;
@@ -1045,8 +1047,15 @@ DEVICE void add_leaves(const Latent& x, const int4* units, int adder, const unsi
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) latent_spans_warpgroup(
-    const bf16* q, const bf16* pages, const u64* map /* [16] of pages */, const bf16* fresh,
-    const int* tables, const int* ancestors, const int4* units, float4* parts, float4* values,
+    const bf16* q,         // this and what has no words: see Latent
+    const bf16* pages,
+    const u64* map,        // [16] of the launcher's block_map, of pages as rows of KEY_WIDTH
+    const bf16* fresh,
+    const int* tables,
+    const int* ancestors,
+    const int4* units,     // [.., 2] of attention_work
+    float4* parts,
+    float4* values,
     int H, int max_pages, int depth, int all_tiles, float factor) {
   extern __shared__ __align__(1024) unsigned char blocks[];
   const Latent x = {q,      pages, fresh,     tables, ancestors, parts,
@@ -1058,6 +1067,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) latent_spans_warpgroup(
   grid_dependency_launch();
   if (threadIdx.x == 0) gates.init();
   __syncthreads();  // the barriers exist before anybody waits at one
+  // A thread begins with 168 registers: 65536 in eights for 384 threads. 56 + 2 * 224 are three times that.
   if (group == 2) {
     warpgroup_release_registers<56>();
     if (thread < 32) load_leaves(x, map, units, blocks, gates);

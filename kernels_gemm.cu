@@ -751,8 +751,9 @@ absorb_v_mma(const bf16* o,       // [T, H, latent]
 // ==== experts_mma ====
 
 // -DPARTS of K; -DUP_GROUPS, -DDOWN_GROUPS: quantisation groups in a chunk of gate and up, of down;
-// -DSTAGES: chunks that a warp has in flight; -DFEW_ROUNDS: see expert_gate_up_mma; -DBLOCKS of 16
-// columns of h; -DLEAVES of the width; -DTOP_K.
+// -DSTAGES: chunks that a warp has in flight; -DFEW_ROUNDS: see expert_gate_up_mma; -DDOWN_RESIDENT:
+// blocks of expert_down_mma that a processor is to hold; -DBLOCKS of 16 columns of h; -DLEAVES of the
+// width; -DTOP_K.
 // For few rows a block runs through its code once: short code is faster than unrolled loops.
 static_assert(PARTS <= WARPS && (PARTS & (PARTS - 1)) == 0, "one warp a part, joined pairwise");
 
@@ -1206,8 +1207,10 @@ expert_down_mma(const bf16* h,                // [T * TOP_K, width], 16-byte ali
 
 // The sums of expert_gate_up_mma and expert_down_mma, bit for bit, for many rows: the rows of an expert
 // are taken together, so that its weights are read once for up to 8 EIGHTS of them, and a fragment
-// that is unpacked once serves them all. Defines as in experts_mma; -DEIGHTS, -DBY_WARPGROUPS,
-// -DUP_STAGES, -DUP_RESIDENT, -DDOWN_RESIDENT: of the variant.
+// that is unpacked once serves them all. Defines as in experts_mma, but FEW_ROUNDS; of the variant
+// -DEIGHTS, -DBY_WARPGROUPS, -DUP_STAGES: chunks of gate and up in flight, and -DUP_RESIDENT,
+// -DDOWN_RESIDENT: blocks that a processor is to hold. All blocks have THREADS threads; nothing aliases
+// but where it is said.
 //
 // A tile is {expert, first place in its list, pairs}. A warp has 32 rows of weights (one block of
 // pack_int4) and all rows of x of a tile, which come through shared memory: there [groups, MOST, 32].
@@ -1369,7 +1372,7 @@ struct Product {
 // x with the columns of every group where warpgroups want them. grid ceil(n / THREADS); a thread makes
 // 16 bytes.
 KERNEL place_columns(const bf16* x,  // [T, K], 16-byte aligned rows
-                     bf16* out,      // likewise
+                     bf16* out,      // likewise, columns as `place_of`
                      i64 n) {        // T * K / 8
   begin_dependent();
   const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
@@ -1497,16 +1500,16 @@ DEVICE void wait_for_rows() {
 
 // h[pair] = SiLU(gate) * up, rounded. A block takes a tile and 16 * WARPS columns of h; a warp adds the
 // PARTS parts of K one after the other, and joins them as a binary counter carries: the first level
-// in registers, the others in shared memory.
-// grid (ceil(BLOCKS / WARPS), tiles at most); shared: rings, [UP_STAGES] places of x, then waiting
-// parts, [levels, 2 EIGHTS, THREADS] float4, barriers.
+// in registers, the others in shared memory. K = PARTS * chunks * UP_GROUPS * 32.
+// grid (ceil(BLOCKS / WARPS), tiles at most); shared: rings, [UP_STAGES] places of x of a chunk, then
+// waiting parts, [levels, 2 EIGHTS, THREADS] float4, barriers.
 extern "C" __global__ void __launch_bounds__(THREADS, UP_RESIDENT)
 expert_gate_up_wide(const bf16* x,                // [T, K], 16-byte aligned rows, columns as `place_of`
-                    const int* lists,             // these of expert_lists
-                    const int4* tiles,
-                    const int* n_tiles,
-                    const unsigned char* weight,  // of pack_int4, [E, BLOCKS, ...]
-                    bf16* h,                      // [T * TOP_K, 16 * BLOCKS], likewise
+                    const int* lists,             // [E, T], of expert_lists, as the next two
+                    const int4* tiles,            // expert, first place in its list, pairs
+                    const int* n_tiles,           // [1]
+                    const unsigned char* weight,  // of pack_int4, [E, BLOCKS, ...], 16-byte aligned
+                    bf16* h,                      // [T * TOP_K, 16 * BLOCKS], rows and columns as x
                     int T,
                     int chunks) {  // of a part
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -1606,14 +1609,14 @@ expert_gate_up_wide(const bf16* x,                // [T, K], 16-byte aligned row
 // slots[pair, leaf]: an expert's sums of `blocks` blocks of 32 outputs, from `first_block` on, unweighted;
 // float4 g of a block: outputs g, 8 + g, 16 + g, 24 + g. A sum adds its groups ascending. A block takes a
 // tile, a leaf and `each` blocks of outputs, every WARPS-th a warp.
-// grid (ceil(blocks / each), tiles at most, LEAVES); shared: rings, x [width / LEAVES / 32, MOST, 32],
+// grid (ceil(blocks / each), tiles at most, LEAVES); shared: rings, the leaf's columns of h as x above,
 // barriers.
 extern "C" __global__ void __launch_bounds__(THREADS, DOWN_RESIDENT)
 expert_down_wide(const bf16* h,                // [T * TOP_K, width], of expert_gate_up_wide
-                 const int* lists,             // these of expert_lists
-                 const int4* tiles,
-                 const int* n_tiles,
-                 const unsigned char* weight,  // of pack_int4, [E, all_blocks, ...]
+                 const int* lists,             // [E, T], of expert_lists, as the next two
+                 const int4* tiles,            // expert, first place in its list, pairs
+                 const int* n_tiles,           // [1]
+                 const unsigned char* weight,  // of pack_int4, [E, all_blocks, ...], 16-byte aligned
                  float4* slots,                // [T * TOP_K, LEAVES, blocks, 8]
                  int T, int width, int all_blocks, int first_block, int blocks, int each) {
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -1674,12 +1677,13 @@ expert_down_wide(const bf16* h,                // [T * TOP_K, width], of expert_
 }
 
 // out[t, o] of `blocks` blocks of 32 outputs: in every leaf, routed experts by ascending id, weighted, then
-// the shared one; then the leaf tree (R4), as expert_down_mma has it. grid ceil(T * blocks * 8 / THREADS).
+// the shared one; then the leaf tree (R4), as expert_down_mma has it. A thread adds one float4 of `slots`:
+// outputs g, 8 + g, 16 + g, 24 + g of a block. grid ceil(T * blocks * 8 / THREADS).
 KERNEL expert_sum(const float4* slots,   // of expert_down_wide
                   const int* ids,        // [T, TOP_K] ascending in a row; outside [0, E): filler
                   const float* weights,  // [T, TOP_K]
-                  const float* shared,   // [T, LEAVES, hidden], read if has_shared
-                  float* out,            // [T, hidden]
+                  const float* shared,   // [T, LEAVES, hidden], read if has_shared, else it may be out
+                  float* out,            // [T, hidden]; the columns of these blocks are written
                   int T, int E, int hidden, int first_block, int blocks, int has_shared) {
   begin_dependent();
   const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
