@@ -56,6 +56,9 @@ BELIEVED = 0.99  # of a choice's ratio, in logarithms, after a round
 PACE_FRESH, PACE_LATER = 0.05, 0.2  # of what such rounds are off by: the machine's
 
 
+Claims = list[np.ndarray | float]  # of every tree: tokens for every choice (`claimed`), or 0
+
+
 class Choice(NamedTuple):
     """What a round drafts. scored: nodes of the larger tree that is wanted as evidence; 0: none."""
 
@@ -184,7 +187,7 @@ class Costs:
             mine, pace = 1 / (2 + min(seen, MEASURED)), PACE_FRESH
         self.seen[choice, b] = seen + 1
         ratio = now / self.expected(choice, b) / self.pace * off**mine
-        if b == 1:
+        if b == 1:  # of more nothing was measured
             ratio **= BELIEVED
         self.ratio[choice, b] = self.nearest[choice.mode == "ar", b] = ratio
         self.pace *= off**pace
@@ -243,6 +246,7 @@ class Auto:
         self.watched = Choice("ar", 1, self.choices[-1].scored)
         self.worth = np.ones(len(self.choices))  # tokens of plain decoding in the same time
         self.texts: WeakKeyDictionary = WeakKeyDictionary()
+        # What became of drafts, and what they had claimed, by kind of text.
         self.kinds, self.claims = (
             {greedy: Evidence(len(self.choices), KEPT_OF_KIND) for greedy in (True, False)}
             for _ in range(2)
@@ -376,15 +380,15 @@ class Auto:
         """Of a round of b sequences, as expected now [choices]."""
         return np.array([self.costs.of(c, b) for c in self.choices])
 
-    def narrow(self, sequences: list, trees: Sequence[Tree]) -> Choice:
-        """Learn from trees that are there, and say what to verify of them, by their own
-        probabilities: the most tokens above those that its seconds are worth at the best rate."""
+    def narrow(self, sequences: list, claims: Claims) -> Choice:
+        """What to verify of trees that are there, by what their own probabilities claim (`learn`):
+        the most tokens above those that its seconds are worth at the best rate."""
         b, costs = len(sequences), self.seconds(len(sequences))
         gain = np.full(len(self.choices), float(b))
-        for sequence, claims in zip(sequences, self.learn(sequences, trees), strict=True):
+        for sequence, claim in zip(sequences, claims, strict=True):
             kind = sequence.params.greedy
             kept = (self.kinds[kind].tokens + PRIOR) / (self.claims[kind].tokens + PRIOR)
-            gain += np.minimum(claims * kept, self.depth)
+            gain += np.minimum(claim * kept, self.depth)
         return self.choices[1 + int(np.argmax((gain - self.rate * costs)[1:]))]
 
     # -- what it became
@@ -423,8 +427,9 @@ class Auto:
         """Near its end a text takes smaller trees: they say nothing of others."""
         return sequence.rule.max_tokens - sequence.n_emitted <= self.depth
 
-    def learn(self, sequences: list, trees: Sequence[Tree]) -> list:
-        """Trees that were drafted behind these texts as they are now -> what they claim."""
+    def learn(self, sequences: list, trees: Sequence[Tree]) -> Claims:
+        """Trees that were drafted behind these texts as they are now -> what they claim, where
+        trees are cut by it."""
         claims = [claimed(t, self.choices, self.depth) if self.narrows else 0.0 for t in trees]
         for sequence, tree, claim in zip(sequences, trees, claims, strict=True):
             if not self.ends(sequence):

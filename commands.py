@@ -586,7 +586,7 @@ def many(engine: Engine, name: str, requests: str, defaults: SamplingParams) -> 
         print(f"interrupted: {total - len(live)} of {total} prompts done", file=sys.stderr)
         return 130
     if total:
-        lost = f", {failed} lines failed" if failed else ""
+        lost = f", {failed} failed" if failed else ""
         print(f"[{total} prompts, {emitted} tokens, {speed}, {engine.mode}{lost}]", file=sys.stderr)
     return 1 if failed else 0
 

@@ -606,10 +606,10 @@ class Engine:
         if not choice.scored or not trees:
             return Drafted(choice, trees)
         sequences, larger = map(list, zip(*trees, strict=True))
-        if self.leads and self.auto.narrows and choice.mode != "ar":
-            choice = self.auto.narrow(sequences, larger)
-        elif self.leads:
-            self.auto.learn(sequences, larger)
+        if self.leads:
+            claims = self.auto.learn(sequences, larger)
+            if self.auto.narrows and choice.mode != "ar":
+                choice = self.auto.narrow(sequences, claims)
         if self.comm is not None:
             choice = self.comm.broadcast(choice)
         depth = self.auto.depth

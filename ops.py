@@ -515,7 +515,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
     ) -> None:  # fmt: skip
         """Launch with checked grid, shared memory and casted scalars; no work, no launch.
 
-        dependent: see CudaLauncher.launch
+        dependent: see CudaLauncher.launch; threads: of a block
         """
         grid = (*grid, *(1,) * (3 - len(grid)))
         if 0 in grid:

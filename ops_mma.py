@@ -24,6 +24,7 @@ HEAD_STEPS = 8  # steps of one part that a warp of absorb_mma holds at most
 HEAD_ROWS = 16  # rows of a block of absorb_mma
 EXPERT_ROWS = 128  # rows of one launch over the experts
 DOWN_ROWS = (128, 64, 32, 16, 8)  # of one launch of expert_down_mma: the most that a block can hold
+TILE_GROUP = 288  # bytes of a quantisation group of a tile of 16 rows: see kernels.cu
 EXPERT_STAGES = 2  # pieces of the experts' weights that a warp has in flight
 FEW_ROUNDS = 3  # of expert_gate_up_mma, in which a block's items go by its number
 UP_RESIDENT = 3  # blocks of it that a processor holds at most: RESIDENT of its launch bounds
@@ -322,7 +323,7 @@ MANY = (
 class TensorExperts:
     """INT4 experts in the order of pack_int4, `leaves` parts of the width.
 
-    tickets  uint32 [2], of expert_gate_up_mma
+    tickets  zeros, uint32 [2], of expert_gate_up_mma; the first also counts blocks of expert_lists
     up_groups, down_groups  quantisation groups in a piece
     """
 
@@ -371,22 +372,22 @@ class TensorExperts:
         return min(pairs, self.experts + pairs // 8) * (self.width // 16)
 
     def up_shared_bytes(self, rows: int, top_k: int) -> int:
-        rings = self.parts * EXPERT_STAGES * (576 * self.up_groups + 8) + 8
+        rings = self.parts * EXPERT_STAGES * (2 * TILE_GROUP * self.up_groups + 8) + 8
         return rings + 2 * self.parts * 1024 + _work_bytes(self.experts, rows, top_k)
 
     def down_shared_bytes(self, rows: int, top_k: int, beside_parts: int = 0) -> int:
-        rings = WARPS * EXPERT_STAGES * (576 * self.down_groups + 8)
+        rings = WARPS * EXPERT_STAGES * (2 * TILE_GROUP * self.down_groups + 8)
         sums = top_k + (self.leaves - 1).bit_length() + beside_parts
         slots = rows * 128 * sums + 4 * rows * top_k
         return rings + slots + _work_bytes(self.experts, rows, top_k)
 
     def many_up_shared_bytes(self, way: ManyRows) -> int:
-        rings = way.stages * (self.up_groups * (WARPS * 576 + way.most * 64) + WARPS * 8)
+        rings = way.stages * (self.up_groups * (WARPS * 2 * TILE_GROUP + way.most * 64) + WARPS * 8)
         levels = max(0, (self.parts - 1).bit_length() - 1)
         return rings + levels * THREADS * 2 * way.eights * 16
 
     def many_down_shared_bytes(self, way: ManyRows) -> int:
-        rings = WARPS * EXPERT_STAGES * (576 * self.down_groups + 8)
+        rings = WARPS * EXPERT_STAGES * (2 * TILE_GROUP * self.down_groups + 8)
         return rings + self.width // self.leaves * 2 * way.most
 
 
@@ -460,7 +461,7 @@ class TensorCoreKernels:
         scales = [self.launcher.upload(w.scales) for w in weights]
 
         def pack(a, b, rows, k, tiles, groups, parts, stride, offset):
-            data = self.empty((n * tiles * (k // STEP) * 288,), UINT8)
+            data = self.empty((n * tiles * (k // STEP) * TILE_GROUP,), UINT8)
             words = data.size // 4
             self._launch(
                 "pack", "pack_int4", (ceil(words, THREADS),), codes[a], codes[b], scales[a],
@@ -689,22 +690,23 @@ class TensorCoreKernels:
         h = self.empty((n * top_k, e.width), self.act)
         out = self.empty((n, e.hidden))
         sums, beside, down, of_down = out, h[:0], e.down, (1, 1, 0)
-        if isinstance(shared, TensorMlp) and n <= BESIDE_ROWS and shared.down.parts <= 2:
+        way = self._many(e, min(n, MANY_ROWS), top_k)
+        few = way is None and n <= BESIDE_ROWS  # experts_wide adds finished sums alone
+        if few and isinstance(shared, TensorMlp) and shared.down.parts <= 2:
             self._check_leaves(shared, e.leaves)
             beside = self._dense_gate_up("moe", x, shared) if hidden is None else hidden
             matrix = shared.down
             down, of_down = matrix.data, (matrix.in_features, matrix.wide, matrix.parts)
         elif shared is not None:
             sums = self._shared_leaves(x, shared, e.leaves, hidden)
-        most_rows = max(1, MAX_PAIRS // top_k)
-        if (way := self._many(e, min(n, MANY_ROWS), top_k)) is not None:
+        if way is not None:
             step = 4 * ceil(n, 4 * ceil(n, MANY_ROWS))  # then ids of every launch are aligned
             for first in range(0, n, step):
                 rows = slice(first, first + step)
                 parts = x[rows], ids[rows], weights[rows], h[first * top_k :], sums[rows], out[rows]
                 self._many_experts(e, way, *parts, int(sums is not out))
             return out
-        limits = self.launcher.limits
+        limits, most_rows = self.launcher.limits, max(1, MAX_PAIRS // top_k)
         step = min(EXPERT_ROWS, most_rows)
         for first in range(0, n, step):
             rows = slice(first, min(n, first + step))
@@ -787,7 +789,7 @@ class TensorCoreKernels:
 MAX_TENSOR_LEAF = 16 * WARPS  # positions of a leaf: a warp takes the scores of 16
 PARTS_BYTES = 512 << 20  # of the parts of spans at most, if one row allows
 WORK_ROWS = 1024  # of one launch of attention_work
-FEW = 2  # column tiles from which on a variant may be worth it for many leaves
+WORK_TILES = 2  # column tiles from which on a variant may be worth it for many leaves
 MEET = 4  # spans that a warp of the fold brings to a meeting
 
 
@@ -796,7 +798,7 @@ class ColumnTile:
     """A variant of the attention kernels: `tiles` times 8 columns (row, head) of a block.
 
     least       column tiles of a forward from which on it is the variant to take
-    work        or, from FEW column tiles on, column tiles times leaves from which on
+    work        or, from WORK_TILES column tiles on, column tiles times leaves from which on
     warpgroups  it multiplies by warpgroups
     """
 
@@ -806,7 +808,7 @@ class ColumnTile:
     warpgroups: bool = False
 
     def suits(self, column_tiles: int, leaves: int) -> bool:
-        works = column_tiles >= FEW and column_tiles * leaves >= self.work
+        works = column_tiles >= WORK_TILES and column_tiles * leaves >= self.work
         return column_tiles >= self.least or works
 
     @property
@@ -864,7 +866,7 @@ class AttentionShape:
     def shared_bytes(self, tile: ColumnTile, stages: int) -> int:
         """Of a block with so many leaves in flight."""
         if tile.warpgroups:
-            gates = 8 * (4 * (self.key // 64) + 10) + 4 * 4 * 128
+            gates = 8 * (4 * (self.key // 64) + 10) + 4 * (2 * 2 * 2 * 64)  # struct Gates
             return 64 * (3 * 2 * self.key + 128) + gates
         tiles = tile.tiles
         columns, width, values = 8 * tiles, ceil(self.key, 16) * 16, 16 * self.value_tiles

@@ -284,7 +284,7 @@ class TestChoice:
             chance = np.array([first, *[(1 - first) / 99] * 23], np.float32)
             tree = build_tree(0, ids, np.tile(np.log(chance), (DEPTH, 1)), 24)
             auto.choose([text])
-            assert least <= auto.narrow([text], [tree]).budget <= most
+            assert least <= auto.narrow([text], auto.learn([text], [tree])).budget <= most
 
 
 # ---- regret, on simulated texts ----------------------------------------------------------------
@@ -379,10 +379,10 @@ class Play:
         text.tokens = self.tokens[:1]
         while at < self.n:
             choice, tree = auto.choose([text]), self.trees[at]
-            if auto.narrows and choice.mode != "ar":
-                choice = auto.narrow([text], [tree])
-            elif auto.narrows and choice.scored:
-                auto.learn([text], [tree])
+            if auto.narrows and choice.scored:
+                claims = auto.learn([text], [tree])
+                if choice.mode != "ar":
+                    choice = auto.narrow([text], claims)
             took, got = seconds(ms, choice), self.got[choice.budget][at]
             total += took
             spent[choice.mode == "ar"] += took

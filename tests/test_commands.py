@@ -129,7 +129,7 @@ class TestPrompts:
         ]
         code, found, err = many(*lines)
         errors = {f["line"]: f["error"] for f in found if "line" in f}
-        assert code == 1 and "[2 prompts, " in err and f"{len(errors)} lines failed]" in err
+        assert code == 1 and "[2 prompts, " in err and f"{len(errors)} failed]" in err
         assert {f["id"] for f in found if "line" not in f} == {1, "also good"}
         for line, words in {
             2: "temprature: unknown field; did you mean temperature?",
