@@ -68,7 +68,7 @@ def build_tree(root: int, ids: np.ndarray, log_probs: np.ndarray, budget: int) -
     """
     depth_limit, width = ids.shape
     tokens, parents, depths, scores = [int(root)], [-1], [0], [0.0]
-    heap: list[tuple] = []
+    heap: list[tuple] = []  # (-score, depth, parent, token, rank, score of the rank behind it)
     candidates, added = ids.tolist(), np.asarray(log_probs, np.float32).tolist()
 
     def score_of(parent: int, rank: int) -> float:
