@@ -47,6 +47,7 @@ from ops_mma import (
     PARTS_BYTES,
     ROUTER_PARTS,
     SHARES,
+    WORK_ROWS,
     TensorCoreAttention,
     TensorCoreKernels,
     TensorExperts,
@@ -584,8 +585,10 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         attention = heads * (2 * latent + model.qk_rope_head_dim) * a
         parts = rows * heads * spans * (latent + 2) * 4
         if self.tensor_attention:  # see _attention_work; a part a leaf where there are few rows
-            turns = 2 * self.launcher.limits.processors * COLUMN_TILES[-1].tiles * 8
-            parts = min(parts + turns * (latent + 2) * 4, PARTS_BYTES)
+            behind = min(rows, reach) // leaf + 2
+            columns = min(rows, WORK_ROWS) * ceil(heads, 8) * 8 * (spans + behind)
+            columns += 2 * self.launcher.limits.processors * COLUMN_TILES[-1].tiles * 8
+            parts = min(columns * (latent + 2) * 4, PARTS_BYTES)
         if self.tensor_linear:
             parts += MEETING_BYTES
         if self.tensor_experts and model.n_routed_experts and rows >= MANY_FROM:

@@ -976,6 +976,7 @@ class TensorCoreAttention:
             )  # fmt: skip
             args = parts, values, work.rows, out[rows], heads, all_tiles
             self._fold_mma("latent_fold_mma", shape, work.stages, all_tiles, args)
+            del parts, values, args  # the next launch's have their room
         return out
 
     def _block_map(self, pages):

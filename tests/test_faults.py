@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import config
 import engine
 import launchers
 import ops
+import ops_mma
 from config import UserError
 from sampling import SamplingParams
 from tests import toy
@@ -88,6 +90,27 @@ def test_memory_is_forecast_before_weights_are_read(device, tmp_path, monkeypatc
             f"{what} " in str(caught.value) for what in ("weights", "cache", "scratch", "loading")
         )
         assert str(caught.value).endswith(advice), (settings, caught.value)
+
+
+@pytest.mark.parametrize("device", ("emulate",), indirect=True)
+@pytest.mark.parametrize("most", (ops.PARTS_BYTES, 4 << 20))
+def test_a_forward_takes_no_more_than_was_forecast(device, most, tmp_path, monkeypatch) -> None:
+    """A piece of a prompt as long as its context, whose rows attend in one launch or in several."""
+    rows = 384
+    directory = toy.write_checkpoint(tmp_path / "toy", drafter={}, max_position_embeddings=rows + 1)
+    kernels = ops.CudaOps("bfloat16", launcher=launcher(device))
+    settings = {"activation": "bfloat16", "batch": 1, "prefill_chunk": rows}
+    made = engine_on(device, directory, monkeypatch, kernels, **settings)
+    for module in (ops, ops_mma):
+        monkeypatch.setattr(module, "PARTS_BYTES", most)
+    forecast = made.forecast()["scratch"] - ops_mma.MEETING_BYTES  # which no product here has
+    sequence = made.submit([7] * rows, SamplingParams(max_tokens=1))
+    tracemalloc.start()
+    while sequence.finish_reason is None:
+        made.advance(sequence)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert forecast / 4 < peak <= forecast
 
 
 def test_weights_that_no_cpu_here_can_hold_are_not_read(tmp_path, monkeypatch) -> None:
