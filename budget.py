@@ -18,8 +18,7 @@ Regret, in seconds against the best fixed choice, with costs as measured:
   by h since the text has changed is left once ln(1 + g / h) / (1 - KEPT) drafts have been seen.
   That costs less than what g gains in 1 / (1 - KEPT) drafts, however large h is. Beside plain
   decoding, drafts are seen as often as they are watched.
-- A text begins with what others of its kind have shown, which weighs as much as PRIOR drafts and
-  fades more slowly.
+- A text begins with what others of its kind have shown, which weighs as much as PRIOR drafts.
 - Drafts give way to plain decoding when they lose by more than the evidence may be wrong by.
 Nothing here can change a token.
 """
@@ -38,7 +37,7 @@ from spec_decode import Tree
 
 # Of a tree: powers of two, and from 8 on what is halfway between them.
 NODES = (2, 4, *(n for e in range(3, 11) for n in (2**e, 3 * 2 ** (e - 1))))
-KEPT, KEPT_OF_KIND = 0.95, 0.98  # of a text's evidence after a draft, and of all texts'
+KEPT = 0.95  # of evidence, a text's or all texts', after a draft
 PRIOR = 5.0  # drafts of a text that weigh as much as all texts, and of these as that all is equal
 UNSURE = 0.9  # standard errors by which drafts may lose to plain decoding and be kept
 LEARNING = 0.01  # of the time of plain decoding, and of drafts, that their evidence may take
@@ -196,17 +195,16 @@ class Costs:
 class Evidence:
     """What drafts of one text, or of all texts of a kind, became; older ones have faded.
 
-    kept    of it after a draft
     n       drafts
     tokens  [choices] that their walks reached, or that their probabilities said
     """
 
-    def __init__(self, choices: int, kept: float):
-        self.kept, self.n, self.tokens = kept, 0.0, np.zeros(choices)
+    def __init__(self, choices: int):
+        self.n, self.tokens = 0.0, np.zeros(choices)
 
     def add(self, tokens: np.ndarray) -> None:
-        self.n = self.kept * self.n + 1
-        self.tokens = self.kept * self.tokens + tokens
+        self.n = KEPT * self.n + 1
+        self.tokens = KEPT * self.tokens + tokens
 
     def mean(self, prior: np.ndarray) -> np.ndarray:
         """Tokens of a draft, from `prior` on."""
@@ -248,7 +246,7 @@ class Auto:
         self.texts: WeakKeyDictionary = WeakKeyDictionary()
         # What became of drafts, and what they had claimed, by kind of text.
         self.kinds, self.claims = (
-            {greedy: Evidence(len(self.choices), KEPT_OF_KIND) for greedy in (True, False)}
+            {greedy: Evidence(len(self.choices)) for greedy in (True, False)}
             for _ in range(2)
         )
 
@@ -437,7 +435,7 @@ class Auto:
         return claims
 
     def text(self, sequence) -> _Text:
-        return self.texts.setdefault(sequence, _Text(Evidence(len(self.choices), KEPT)))
+        return self.texts.setdefault(sequence, _Text(Evidence(len(self.choices))))
 
     def settle(self, sequence) -> None:
         """Take as evidence the drafts of which the text now says what became of them."""

@@ -488,10 +488,25 @@ def test_regret_of_short_texts_of_a_known_kind(name, n, texts, most):
     assert max(lost) <= most and np.mean(lost) <= 0.03
 
 
+@pytest.mark.parametrize("name", ("rank", "rank, 8000"))
+def test_regret_of_short_texts_whose_kind_becomes_worse(name):
+    """As bench_step has them: of each quality one to meet it, and one that counts."""
+    lost = {quality: [] for quality in (1.0, 0.85, 0.6, 0.0)}
+    for seed in range(6):
+        auto = learner(MS[name])
+        for quality, some in lost.items():
+            play = Play(np.full(64 + BLOCK, quality), seed)
+            play.auto(auto, MS[name], Counter())
+            best = min(play.fixed(n, MS[name][n]) for n in play.got)
+            some.append(play.auto(auto, MS[name], Counter()) / best - 1)
+    assert max(np.mean(some) for some in lost.values()) <= 0.05
+
+
 @pytest.mark.parametrize("mean", (0.2, 0.35, 0.5, 0.65))
 def test_regret_where_costs_were_measured_wrongly(mean):
     """On a CPU that others use, too: each choice's cost by 4 % (a standard deviation). Stretches of
-    a text differ, and drafts pay about as much as plain decoding does."""
+    a text differ, and drafts pay about as much as plain decoding does. A difference of two costs is
+    off by 5.7 %: all that is lost by one that is off by 1.5 times as much is 8.5 %."""
     ms, lost = MS["nano, CPU"] | {SCORED: 0.4}, []
     for seed in range(8):
         rng = np.random.default_rng(seed)
@@ -502,7 +517,7 @@ def test_regret_where_costs_were_measured_wrongly(mean):
         auto.measure(lambda c, off=off: seconds(ms, c) * off[c.budget], recorded=False)
         took = sum(play.auto(auto, ms, Counter()) for play in plays)
         lost.append(took / min(sum(p.fixed(n, ms[n]) for p in plays) for n in off) - 1)
-    assert np.mean(lost) <= 0.025 and max(lost) <= 0.05
+    assert np.mean(lost) <= 0.03 and max(lost) <= 0.085
 
 
 # ---- in an engine ------------------------------------------------------------------------------
