@@ -126,7 +126,8 @@ def check(arguments) -> list[dict] | None:
     try:
         rows = json.loads(arguments.against.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"--against {arguments.against}: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"--against {arguments.against}: {reason}") from None
     if not (rows and isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         raise UserError(f"--against {arguments.against}: expected what --json writes")
     return rows
@@ -144,7 +145,8 @@ def table(rows: Sequence[dict]) -> str:
 
 def changes(before: list[dict], now: list[dict]) -> list[dict]:
     """What two runs say of the same things. Beyond the noise is what differs by more than NOISE
-    and, where spreads are stated, by so much that they have nothing in common."""
+    and, where spreads are stated, by so much that they have nothing in common. A spread of nothing
+    is that of one turn, which says nothing of the noise."""
     names = [n for n in NAMES if n in now[0]]
     was, rows = {tuple(str(row.get(n)) for n in names): row for row in before}, []
     for row in now:
@@ -164,6 +166,7 @@ def changes(before: list[dict], now: list[dict]) -> list[dict]:
                     raise UserError('--against: a "spread" is not what --json writes')
                 (low, high), (least, most) = spreads
                 wide = max(high / max(low, TINY), most / max(least, TINY))
+                apart &= low < high and least < most
                 if measure == names_spread(row):
                     apart &= high < least or most < low
                 else:

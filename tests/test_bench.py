@@ -54,6 +54,7 @@ def row(us, spread, **more) -> dict:
         (row(12.0, "9.8-13.0"), ""),  # the runs have values in common
         (row(12.0, "11.9-12.1"), "* worse"),
         (row(8.0, "7.9-8.1"), "* better"),
+        (row(8.0, "8.0-8.0"), ""),  # one turn
     ),
 )
 def test_changes_beyond_the_noise_are_marked(now, verdict):

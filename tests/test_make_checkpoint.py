@@ -142,6 +142,10 @@ def test_the_tool_s_own_errors(tmp_path, capsys):
     assert "hidden_size: expected KEY=JSON" in capsys.readouterr().err
     assert make_checkpoint.main([str(tmp_path), "--set", "n_group=2"]) == 2
     assert "n_group: 2 is not supported" in capsys.readouterr().err
+    (tmp_path / "mine").write_text("")
+    assert make_checkpoint.main([str(tmp_path), "--headers-only"]) == 2
+    assert "is not empty; name a new directory" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_the_full_size_s_per_rank_bytes():

@@ -363,12 +363,16 @@ def main(argv: list[str] | None = None) -> int:
         asked = {"num_hidden_layers": arguments.layers, "n_routed_experts": arguments.experts}
         asked = {key: value for key, value in asked.items() if value is not None}
         asked |= known(changes(arguments.set))
+        if arguments.out.exists() and any(arguments.out.iterdir()):
+            raise config.UserError(f"{arguments.out}: is not empty; name a new directory")
         raw = write_target(arguments.out, asked, shards=arguments.shards, **options)
         if not arguments.no_drafter:
             own = changes(arguments.set_drafter)
             write_drafter(arguments.out / "drafter", raw["text_config"], own, **options)
         settings = write_settings(arguments.out, drafter=not arguments.no_drafter)
         print(f"made; now: python engine.py --config {settings} --doctor")
+        if arguments.headers_only:
+            print("(which finds that all weights are zero: these files have none)", file=sys.stderr)
     except config.UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
