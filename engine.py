@@ -258,6 +258,8 @@ class Engine:
             # Each number of nodes keeps the arrays of its rounds; together about so much.
             nodes = 6 * budgets.most_rows(decode.batch, self.settings.draft.limit)
         rows, reach = max(decode.prefill_chunk, nodes), decode.context - 1
+        if decode.batch > 1:  # two pieces, of which one is a row short, and trees: see schedule
+            rows = 2 * decode.prefill_chunk + nodes
         plans = [self.plan, self.draft_plan] if self.draft_plan else [self.plan]
         # The drafter's k and v: beside its q, and all together.
         twice = sum(w.k.bytes + w.v.bytes for plan in plans[1:] for w in plan.weights.layers)
@@ -492,7 +494,8 @@ class Engine:
     def schedule(self) -> list[tuple[Sequence, int]]:
         """Room for what runs, admission by arrival, prompt pieces: (sequence, rows of its piece).
 
-        Pieces end at absolute multiples of prefill_chunk; one forward takes about one such piece.
+        Pieces end at absolute multiples of prefill_chunk; one forward takes about one such piece,
+        and never as many rows as two have.
         """
         for sequence in list(self.running):
             self.make_room(sequence)

@@ -93,23 +93,28 @@ def test_memory_is_forecast_before_weights_are_read(device, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("device", ("emulate",), indirect=True)
-@pytest.mark.parametrize("most", (ops.PARTS_BYTES, 4 << 20))
-def test_a_forward_takes_no_more_than_was_forecast(device, most, tmp_path, monkeypatch) -> None:
-    """A piece of a prompt as long as its context, whose rows attend in one launch or in several."""
-    rows = 384
+@pytest.mark.parametrize(
+    "rows, prompts, most", ((384, 1, ops.PARTS_BYTES), (384, 1, 4 << 20), (128, 2, 4 << 20))
+)
+def test_a_forward_takes_no_more_than_was_forecast(
+    device, rows, prompts, most, tmp_path, monkeypatch
+) -> None:
+    """Pieces of prompts as long as their context, whose rows attend in one launch or in several;
+    two where the first leaves room for a row; then the experts' rows are many."""
     directory = toy.write_checkpoint(tmp_path / "toy", drafter={}, max_position_embeddings=rows + 1)
     kernels = ops.CudaOps("bfloat16", launcher=launcher(device))
-    settings = {"activation": "bfloat16", "batch": 1, "prefill_chunk": rows}
+    settings = {"activation": "bfloat16", "batch": prompts, "prefill_chunk": rows}
     made = engine_on(device, directory, monkeypatch, kernels, **settings)
     for module in (ops, ops_mma):
         monkeypatch.setattr(module, "PARTS_BYTES", most)
     forecast = made.forecast()["scratch"] - ops_mma.MEETING_BYTES  # which no product here has
-    sequence = made.submit([7] * rows, SamplingParams(max_tokens=1))
+    params = SamplingParams(max_tokens=1)
+    sequences = [made.submit([7 + i] * (rows - i), params) for i in reversed(range(prompts))]
     tracemalloc.start()
-    while sequence.finish_reason is None:
-        made.advance(sequence)
+    made.step()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    assert all(sequence.finish_reason for sequence in sequences)
     assert forecast / 4 < peak <= forecast
 
 
