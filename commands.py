@@ -421,8 +421,9 @@ def answer(engine: Engine, prompt, params: SamplingParams, arguments) -> Result:
     else:
         print(f"[{figures(engine, result)}]", file=sys.stderr)
         if result.finish_reason == "length" and len(result.token_ids) < params.max_tokens:
-            context = engine.settings.decode.context
-            print(f"the context of {context} tokens is full: decode.context", file=sys.stderr)
+            context, most = engine.settings.decode.context, engine.dims.max_position_embeddings
+            more = "the model has no more" if context == most else f"--context may be up to {most}"
+            print(f"the context of {context} tokens is full; {more}", file=sys.stderr)
     if result.error:
         print(f"error: {result.error}", file=sys.stderr)
     return result

@@ -105,9 +105,11 @@ class TestJson:
         assert found["prefill_s"] > 0
 
     def test_a_full_context_is_said(self, call):
-        full = "is full: decode.context"
+        full = "the context of 64 tokens is full; the model has no more"
         assert full in call("--prompt", "hello", "--max-tokens", 10**6)[2]
         assert full not in call("--prompt", "hello", "--max-tokens", 4)[2]
+        err = call("--prompt", "hello", "--max-tokens", 10**6, "--context", 32)[2]
+        assert "32 tokens is full; --context may be up to 64" in err
 
     def test_without_json_the_text_alone_is_on_standard_output(self, call, answer):
         code, out, err = call("--prompt", "hello")
