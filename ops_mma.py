@@ -1024,10 +1024,11 @@ class TensorCoreAttention:
 
 
 def many_bytes(rows: int, experts: int, top_k: int, leaves: int, hidden: int) -> int:
-    """Scratch of `_many_experts`: lists, and slots for the sums of pairs."""
+    """Scratch of `_many_experts`: lists, x once more with its columns placed (by warpgroups), and
+    slots for the sums of pairs."""
     rows = min(rows, MANY_ROWS)
     block = rows * top_k * leaves * 128
-    return 4 * experts * rows + min(max(SLOT_BYTES, block), hidden // 32 * block)
+    return (4 * experts + 2 * hidden) * rows + min(max(SLOT_BYTES, block), hidden // 32 * block)
 
 
 def mma_needs(model: config.Model, linear: bool, experts: bool, attention: bool) -> dict[str, int]:
