@@ -624,7 +624,11 @@ class TestProcess:
         (tmp_path / f"{module}.py").write_text("import os\nos.kill(os.getpid(), 2)\n")
         command = [sys.executable, str(ROOT / "engine.py"), "--device", "cuda", "--prompt", "x"]
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        run = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+        run = subprocess.run(
+            command, env=environment, capture_output=True, timeout=60,
+            # As a terminal starts it: what a shell puts in the background ignores interrupts.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
         assert (run.returncode, run.stdout, run.stderr) == (status, b"", said)
 
     def test_a_reader_that_leaves(self, tmp_path):
