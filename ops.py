@@ -66,6 +66,7 @@ FILES = (
     "kernels.cu",
     "kernels_decode.cu",
     "kernels_gemm.cu",
+    "kernels_moe.cu",
     "kernels_attention.cu",
     "kernels_peer.cu",
 )

@@ -14,7 +14,7 @@ import config
 from launchers import BFLOAT16, FLOAT32, INT32, INT32_MAX, THREADS, UINT8, WARPS, Defines, ceil
 from reference import Int4Weight
 
-# ---- products (kernels_gemm.cu) ----------------------------------------------------------------
+# ---- products (kernels_gemm.cu, kernels_moe.cu) ------------------------------------------------
 
 STEP = 32  # columns of K that two mma take
 MIN_PART = 128  # columns of K in one part, if a leaf is cut at all

@@ -21,8 +21,8 @@ How each sum over K is cut (`leaves` = the largest power of two up to 8 that div
 Leaves are added pairwise, ((0+1)+(2+3))+((4+5)+(6+7)).
 
 The kernels of ops.py cut K in the same leaves and go through one in an order of their own: the
-simple ones lane by lane; tensor cores (kernels_gemm.cu; `kernels:` in the config) 16 columns at a
-time, ascending, after cutting a leaf in equal parts that join pairwise:
+simple ones lane by lane; tensor cores (kernels_gemm.cu, kernels_moe.cu; `kernels:` in the config)
+16 columns at a time, ascending, after cutting a leaf in equal parts that join pairwise:
 
     a leaf of w columns             the largest power of two up to 8 that leaves whole steps of 32
                                     columns and at least 128 in a part (7168: 8; 1536: 8; 256: 2)

@@ -1,4 +1,5 @@
-"""Tensor-core products (kernels_gemm.cu): errors against float64 and the simple kernels, and bits.
+"""Products on tensor cores (kernels_gemm.cu, kernels_moe.cu): errors against float64 and the simple
+kernels, and bits.
 
 The error against float64, as a ratio of norms: fp32 sums of exact products stay below 32 u (as in
 op_cases.py); a rounded hidden value (2^-8 at most, 0.4 of that in the mean square) enters a sum of

@@ -53,15 +53,15 @@ def test_watch(device: str, tmp_path, monkeypatch, capsys) -> None:
     right, said = saved(text.replace(SUM, SUM.replace("__fadd_rn", "__fsub_rn")))
     assert right is False and "  add-1-1, float32: 1 of 1 values; first at (0, 0)" in said
 
-    gemm = tmp_path / "kernels_gemm.cu"  # of tensor cores, which this fp32 model does not use
-    wrong = gemm.read_text().replace("const float low = ", "const float low = 2.0f * ", 1)
+    moe = tmp_path / "kernels_moe.cu"  # of tensor cores, which this fp32 model does not use
+    wrong = moe.read_text().replace("const float low = ", "const float low = 2.0f * ", 1)
     source.write_text(text)
-    gemm.write_text(wrong)
+    moe.write_text(wrong)
     assert watch.look() is False
     said = capsys.readouterr().out
     assert re.search(r"\n  moe-\S+, bfloat16: ", said) and "\nDIFFERENT, " in said
     assert "elementwise, experts_mma: compiled" in said
-    gemm.write_text((ops.HERE / "kernels_gemm.cu").read_text())
+    moe.write_text((ops.HERE / "kernels_moe.cu").read_text())
     assert watch.look()
     capsys.readouterr()
 
@@ -70,6 +70,7 @@ def test_watch(device: str, tmp_path, monkeypatch, capsys) -> None:
     assert right is False and "the old kernels stay" in said
     assert re.search(rf"kernels.cu[(:]{number}\b", said)
 
+    gemm = tmp_path / "kernels_gemm.cu"
     gemm.write_text(gemm.read_text().replace("KERNEL read_all", "KERNEL nobody_reads"))
     right, said = saved(text.replace(SUM, f"1.0f * {SUM}"))
     assert "NOT CHECKED, no op test and no step uses it: read\n" in said and right
