@@ -3,10 +3,16 @@
 Text means nothing to weights from a seed, so the drafts are scripted: the drafter runs as ever,
 then the likeliest of its logits are overwritten, on the device, by a script over the text that
 plain decoding gave.
+
+Columns: µs is a whole step; drafter, of it, the drafter's both parts, the drafts in front of the
+forward and the context behind it (taps of the accepted rows to keys and values), which plain
+decoding has too; tree, of it, the choice of candidates and the building of the tree. What is left
+is the target's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from dataclasses import dataclass
@@ -16,6 +22,7 @@ import numpy as np
 import config
 import sampling
 from budget import Choice
+from cache import Placed
 from config import UserError
 from drafter import Drafter
 from engine import Engine
@@ -24,6 +31,7 @@ from rounds import sampled
 from sampling import SamplingParams
 
 REPEATS = 9  # of a timing
+AHEAD = 64  # positions behind the text: rounds write two blocks ahead
 WIDTH = 8  # tokens that a script says of each position
 PEAK = 60.0  # logit of a sure token: far above the drafter's own and all noise
 DISTINCT = 32  # ids that a text should have, where it is as long
@@ -85,24 +93,33 @@ class Replay(Drafter):
 
 
 def table(arguments) -> list[dict]:
-    """One row a context and mode."""
-    longest = max(arguments.contexts) + arguments.max_tokens
-    # A whole leaf more: rounds write two ahead.
-    settings = config.load(arguments.config, context=longest + 64, batch=1)
+    """One row a context and mode. The weights are loaded once, for the longest context."""
+    positions = [n + arguments.max_tokens + AHEAD for n in arguments.contexts]
+    settings = config.load(arguments.config, context=max(positions), batch=1)
     engine = Engine(settings, arguments.device)
     if engine.drafter is None:
         raise UserError(f"{arguments.config}: draft.path is not set; step needs a drafter")
     if engine.comm is not None:
         raise UserError("step: times one rank; set tp.size to 1, or tp.only_rank")
-    replay = engine.drafter = Replay(engine.drafter, longest + 64 + engine.drafter.dims.block_size)
-    if engine.rounds is not None:
-        engine.rounds.drafter = replay
-        engine.rounds.graphs.clear()  # of the warm-up: they draft without the script
-        engine.autos.clear()
-    rows = []
-    for context in arguments.contexts:
+    drafter, rows = engine.drafter, []
+    for context, n in zip(arguments.contexts, positions, strict=True):
+        engine.drafter = Replay(drafter, n + drafter.dims.block_size)
+        configure(engine, n)
         rows += of_context(engine, context, arguments)
     return rows
+
+
+def configure(engine: Engine, context: int) -> None:
+    """Make the engine the one that a config of so many positions, at most those that it was loaded
+    for, gives: a recorded round works as for the last of them. What it held, recorded and learned
+    is given up before."""
+    decode = dataclasses.replace(engine.settings.decode, context=context)
+    engine.settings = dataclasses.replace(engine.settings, decode=decode)
+    engine.cache = engine.rounds = None
+    engine.autos.clear()
+    if hasattr(engine.ops, "trim"):
+        engine.ops.trim()
+    engine.allocate()
 
 
 def of_context(engine: Engine, context: int, arguments) -> list[dict]:
@@ -163,7 +180,7 @@ def same(result: Result, plain: Result) -> bool:
 
 
 def step_row(engine: Engine, prompt, params, mode: tuple) -> dict:
-    """Times of a step at the prompt's end, and of its drafter and the building of its tree."""
+    """Times of a step at the prompt's end, and of its parts that are not the target's."""
     engine.use(*mode)
     sequence = engine.submit(prompt, params)
     try:
@@ -174,39 +191,78 @@ def step_row(engine: Engine, prompt, params, mode: tuple) -> dict:
         times = [engine.seconds(engine.choice, sequence.arrival) for _ in range(REPEATS + 2)][2:]
         if None in times:
             raise UserError("step: too few pages; raise decode.pages")
-        drafter, both = parts(engine, sequence, engine.choice)
+        drafter, tree = parts(engine, sequence, engine.choice)
     finally:
         engine.cancel(sequence)
     return {
         "µs": 1e6 * statistics.median(times),
         "spread": f"{1e6 * min(times):.1f}-{1e6 * max(times):.1f}",
         "drafter": 1e6 * drafter,
-        "tree": 1e6 * (both - drafter),
+        "tree": 1e6 * tree,
     }
 
 
 def parts(engine: Engine, sequence: Sequence, choice: Choice) -> tuple[float, float]:
-    """Seconds of the drafter alone, and with the choice of candidates and building of trees."""
+    """Seconds of the drafter, in front of the forward and behind it, and of the choice of
+    candidates and the building of trees. Plain decoding drafts nothing, but the drafter's context
+    grows all the same."""
+    made = committed(engine, sequence, choice)
+    recorded, seconds = engine.rounds is not None, host_seconds
+    runs = (device_runs if recorded else host_runs)(engine, sequence, choice, *made)
     if choice.mode == "ar":
-        return 0.0, 0.0
-    if engine.rounds is None:
-        root, slot = np.array([sequence.tokens[-1]], np.int32), np.array([sequence.slot])
-        runs = [
-            lambda: engine.drafter.draft(root, slot, engine.cache),
-            lambda: engine.draft(choice, [sequence]),
-        ]
-        seconds = host_seconds
-    else:
-        rounds = engine.rounds
-        rounds.enter([sequence])
-        rounds.send_tables()
-        choice, places, _, drawn = rounds.key(choice, 1, False, sampled([sequence]))
-        runs = [
-            engine.ops.capture(lambda: (rounds.drafts(places)[0],)).replay,
-            engine.ops.capture(lambda: (rounds.trees(choice, places, drawn)[0].sizes,)).replay,
-        ]
+        runs = runs[:1]
+    if recorded:
+        runs = [engine.ops.capture(run).replay for run in runs]
         seconds = engine.ops.launcher.seconds
-    return tuple(statistics.median(seconds(run) for _ in range(REPEATS)) for run in runs)
+    took = [statistics.median(seconds(run) for _ in range(REPEATS)) for run in runs]
+    context, drafts, both = (*took, 0.0, 0.0)[:3]
+    return context + drafts, both - drafts
+
+
+def host_runs(engine: Engine, sequence: Sequence, choice: Choice, taps, placed: Placed) -> list:
+    """A step's context of the drafter, its drafts, and these with the tree."""
+    root, slot = np.array([sequence.tokens[-1]], np.int32), np.array([sequence.slot])
+    return [
+        lambda: engine.drafter.extend(taps, placed, engine.cache),
+        lambda: engine.drafter.draft(root, slot, engine.cache),
+        lambda: engine.draft(choice, [sequence]),
+    ]
+
+
+def device_runs(engine: Engine, sequence: Sequence, choice: Choice, taps, placed: Placed) -> list:
+    """The same of a recorded round. Taps and places are filled up as there: a row a node, a place a
+    node of the longest path."""
+    rounds, ops = engine.rounds, engine.ops
+    rounds.enter([sequence])
+    rounds.send_tables()
+    choice, places, _, drawn = rounds.key(choice, 1, False, sampled([sequence]))
+    nodes = choice.budget
+    taps = ops.take_rows(taps, np.arange(nodes) % len(taps))
+    more = min(rounds.depth, nodes - 1) + 1 - len(placed.rows)
+    filled = (np.pad(a, (0, more), constant_values=-1) for a in vars(placed).values())
+    placed = Placed(*map(ops.index, filled))
+
+    def extend() -> tuple:
+        rounds.drafter.extend(taps, placed, rounds.state)
+        return ()
+
+    return [
+        extend,
+        lambda: (rounds.drafts(places)[0],),
+        lambda: (rounds.trees(choice, places, drawn)[0].sizes,),
+    ]
+
+
+def committed(engine: Engine, sequence: Sequence, choice: Choice) -> tuple:
+    """Of a step from where the sequence stands: taps of all rows, and the rows that it commits with
+    their places. The sequence stays where it is; pages are there for it to go on."""
+    step = engine.verify(engine.draft(choice, [sequence]), [])
+    [accepted] = engine.accept(step)
+    rows = accepted.part.rows.start + np.array(accepted.walk.rows, np.int32)
+    begin = engine.committed(sequence)
+    engine.cache.reserve(sequence.slot, begin + len(rows))
+    places = np.full_like(rows, sequence.slot), begin + np.arange(len(rows), dtype=np.int32)
+    return step.forward.taps, Placed(rows, *places)
 
 
 def host_seconds(run) -> float:

@@ -176,8 +176,6 @@ class Engine:
         if os.path.lexists(checkpoint.directory / "tiktoken.model"):
             self.tokenizer = Tokenizer(checkpoint.directory, self.dims.vocab_size)
         self.eos_ids = loader.generation_stop_ids(checkpoint)
-        decode = settings.decode
-        self.n_pages = decode.pages or decode.batch * -(-decode.context // decode.leaf)
         self.plan = loader.plan_target(checkpoint, self.dims, tp=tp, rank=self.rank)
         self.draft_dims, self.draft_plan = draft_dims, None
         if draft_dims is not None:
@@ -225,6 +223,13 @@ class Engine:
         if hasattr(self.ops, "trim"):
             self.ops.trim()
         self.use(self.settings.draft.mode, self.settings.draft.budget)
+        self.allocate()
+        if self.auto is not None and self.leads:
+            self.warm_up()
+
+    def allocate(self) -> None:
+        """An empty cache, as the config says, and rounds over it, of which none is recorded."""
+        decode, draft_dims = self.settings.decode, self.draft_dims
         self.cache = LatentCache(
             self.ops,
             slots=decode.batch,
@@ -237,8 +242,12 @@ class Engine:
         )
         recorded = hasattr(self.ops, "capture") and not self.ops.debug
         self.rounds = Rounds(self) if recorded else None
-        if self.auto is not None and self.leads:
-            self.warm_up()
+
+    @property
+    def n_pages(self) -> int:
+        """Of the cache."""
+        decode = self.settings.decode
+        return decode.pages or decode.batch * -(-decode.context // decode.leaf)
 
     def weights(self, plan: loader.Plan, progress: bool):
         """What a plan calls for, from its files or from the seed."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import bench
 import bench_prefill
 import bench_step
+import config
 import engine
 import profiler
 from config import DEVICE_FAULT, DeviceFault, UserError
+from drafter import Drafter
 from parallel import RankFailed
 from sampling import SamplingParams
 from tests import toy
@@ -213,7 +219,99 @@ def test_a_step_in_parts(device, more, house, monkeypatch, capsys):
     assert [r["mode"] for r in rows] == modes
     assert all(r["identical"] == "yes" for r in rows) and float(rows[0]["ids"]) >= 4
     assert float(rows[2]["τ perfect"]) >= 4 and float(rows[2]["τ wrong"]) == 1
-    assert float(rows[0]["drafter"]) == 0 < float(rows[1]["drafter"]) < float(rows[1]["µs"])
+    # Plain decoding drafts nothing, but its rows go to the drafter's context as well.
+    assert 0 < float(rows[0]["drafter"]) < float(rows[1]["drafter"]) < float(rows[1]["µs"])
+    assert float(rows[0]["tree"]) == 0
+
+
+def stepping(house, device, max_tokens=12):
+    """An engine of the house on this device, and a sequence of it that decodes next."""
+    if device == "emulate" and isinstance(launcher(device), str):
+        pytest.skip(launcher(device))  # as above
+    file = "emulated.yaml" if device == "emulate" else "fixed.yaml"
+    made = engine.Engine(config.load(str(house / file)), device)
+    sequence = made.submit(range(20), SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    while not sequence.n_emitted:
+        made.advance(sequence)
+    return made, sequence
+
+
+@pytest.mark.parametrize("device", ("cpu", "emulate"))
+@pytest.mark.parametrize("mode", (("ar", 1), ("chain", 8), ("tree", 12)))
+@pytest.mark.parametrize("max_tokens", (12, 4))  # the text's end cuts what is drafted
+def test_the_context_that_is_timed_is_the_step_s_own(device, mode, max_tokens, house, monkeypatch):
+    """Taps and places of the rows that a step commits are those of `parts`, to the bit, and of a
+    recorded round all shapes."""
+    made, sequence = stepping(house, device, max_tokens)
+    seen, extend = [], Drafter.extend
+
+    def spy(self, taps, placed, cache):
+        some = np.asarray(placed.slots) >= 0
+        rows, slots, positions = (np.asarray(a)[some] for a in vars(placed).values())
+        shapes = (taps.shape, some.shape) if made.rounds is not None else ()
+        values = np.asarray(taps)[rows], rows, slots, positions
+        seen.append((shapes, *(a.tobytes() for a in values)))
+        return extend(self, taps, placed, cache)
+
+    monkeypatch.setattr(Drafter, "extend", spy)
+    monkeypatch.setattr(bench_step, "REPEATS", 1)
+    made.use(*mode)
+    before = made.committed(sequence)
+    bench_step.parts(made, sequence, made.choice)
+    assert made.committed(sequence) == before
+    timed = set(seen)
+    seen.clear()
+    made.advance(sequence)
+    assert made.committed(sequence) > before
+    assert len(timed) == 1 and timed == set(seen[:1])
+
+
+def test_the_drafter_s_time_is_of_both_its_parts(house, monkeypatch):
+    """The tree's is what is left of drafting. Seconds are scripted: context, drafts, with tree."""
+    made, sequence = stepping(house, "cpu")
+    clock = iter((1.0, 2.0, 5.0, 1.0))
+    monkeypatch.setattr(bench_step, "REPEATS", 1)
+    monkeypatch.setattr(bench_step, "host_seconds", lambda _: next(clock))
+    made.use("chain", 8)
+    assert bench_step.parts(made, sequence, made.choice) == (3.0, 3.0)
+    made.use("ar", 1)
+    assert bench_step.parts(made, sequence, made.choice) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("device", ("cpu", "emulate"))
+def test_every_context_has_an_engine_of_its_size(device, house, monkeypatch):
+    """As one that was loaded for it: cache, page tables of rounds. The one before is gone, and the
+    weights are loaded once."""
+    if device == "emulate" and isinstance(launcher(device), str):
+        pytest.skip(launcher(device))  # as above
+    file = str(house / ("emulated.yaml" if device == "emulate" else "fixed.yaml"))
+    loads, sizes, caches, load = [], [], [], engine.Engine.load
+    monkeypatch.setattr(engine.Engine, "load", lambda self: loads.append(self) or load(self))
+
+    def sizes_of(made) -> tuple:
+        tables = None if made.rounds is None else made.rounds.state.tables.shape
+        return made.settings.decode.context, made.n_pages, made.cache.pages.shape, tables
+
+    def measure(made, context, _):
+        gc.collect()  # emulated rounds hold themselves
+        assert all(cache() is None for cache in caches)
+        caches.append(weakref.ref(made.cache))
+        sizes.append(sizes_of(made))
+        made.use("tree", 8)
+        [result] = made.generate([range(context)], SamplingParams(max_tokens=9))
+        assert not result.error and type(made.drafter) is bench_step.Replay
+        assert made.rounds is None or made.rounds.drafter is made.drafter
+        return []
+
+    monkeypatch.setattr(bench_step, "of_context", measure)
+    contexts = [20, 60, 20]
+    bench_step.table(SimpleNamespace(config=file, device=device, contexts=contexts, max_tokens=9))
+    assert len(loads) == 1
+    expected = []
+    for context in contexts[:2]:
+        settings = config.load(file, context=context + 9 + bench_step.AHEAD, batch=1)
+        expected.append(sizes_of(engine.Engine(settings, device)))
+    assert sizes == [*expected, expected[0]] and expected[0] != expected[1]
 
 
 # ---- a prompt in pieces ------------------------------------------------------------------------
