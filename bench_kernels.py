@@ -209,9 +209,8 @@ def layer_case(goals: dict) -> Case:
     def run(kernels, w: dict, x):
         n = len(x)
         turn, entries = (*w["turn"], w["positions"][:n]), kernels.activations((n, LATENT + ROPE))
-        q = kernels.latent_inputs(x, w["inputs"], w["q_norm"], w["kv_norm"], 1e-6, *turn, entries)
-        q = kernels.linear(q, w["q_b"], rounded=True).reshape(n, HEADS, -1)
-        kernels.latent_query(q, w["key"], *turn)
+        norms = w["q_norm"], w["kv_norm"], 1e-6
+        kernels.latent_queries(x, w["inputs"], w["q_b"], w["key"], *norms, *turn, entries)
         o = kernels.absorb_v(w["seen"][:n], w["value"]).reshape(n, -1)
         x, h = kernels.add_rms_norm(x, kernels.linear(o, w["o"]), w["norm_norm"], 1e-5)
         kernels.route(h, w["router"], w["bias"], TOP_K, True, 2.827)

@@ -463,6 +463,8 @@ def _attention_shapes(m: config.Model, tp, decode, lengths, cases) -> Shapes:
     yield "latent_inputs", cases.latent_inputs, inputs
     yield _product(cases, "q_b", heads * (nope + rope), m.q_lora_rank)
     yield "latent_query", cases.latent_query, (KIND, rows, few, nope, rope, value, latent)
+    shape = rows, hidden, few, m.q_lora_rank, latent, nope, rope, value
+    yield "latent_queries", cases.latent_queries, shape
     shape = (min(heads, 8), latent, rope, decode.leaf, decode.span, lengths, 2)
     yield "latent_attention", cases.latent_attention, shape
     yield "absorb_v", cases.absorb_v, (KIND, rows, few, nope, value, latent)

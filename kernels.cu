@@ -95,6 +95,13 @@ DEVICE void store8(bf16* to, const float (&from)[8]) {  // each as `store`
   *(uint4*)to = uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
+DEVICE void store_pair(bf16* to, float low, float high) {  // at 4 aligned bytes
+  bf16 a, b;
+  store(&a, low);
+  store(&b, high);
+  *(u32*)to = (u32)a.bits | (u32)b.bits << 16;
+}
+
 DEVICE float silu(float gate) {
   return __fdiv_rn(gate, __fadd_rn(1.0f, expf(-gate)));
 }

@@ -625,13 +625,6 @@ static_assert(PARTS <= WARPS && (PARTS & (PARTS - 1)) == 0, "one warp a part, jo
 constexpr int EIGHTS = 2;
 constexpr int SLICE = WARPS / PARTS;
 
-DEVICE void store_pair(bf16* to, float low, float high) {  // at 4 aligned bytes
-  bf16 a, b;
-  store(&a, low);
-  store(&b, high);
-  *(u32*)to = (u32)a.bits | (u32)b.bits << 16;
-}
-
 // x and out begin with this head of the block's first row; `rows` are left from there.
 DEVICE void head_products(const bf16* x,        // [rows, stride], 4-byte aligned; 16 if stride % 8 == 0
                           const uint4* weight,  // [tiles, PARTS * PART_STEPS, 2, 32], of pack_heads
@@ -746,4 +739,199 @@ absorb_v_mma(const bf16* o,       // [T, H, latent]
   value += (i64)head * ((v + 15) / 16) * (PARTS * PART_STEPS * 64);
   head_products(o + ((i64)first * H + head) * latent, value, out + ((i64)first * H + head) * v, slice,
                 rows, v, H * latent, H * v);
+}
+
+// ==== query_mma ====
+
+// From what q_a and kv_a gave to the absorbed query and the cache entries, for up to -DMOST rows (8, one
+// side of an mma), bit for bit as query_entry, linear_mma and latent_query_mma make them: three short
+// kernels that wait for each other more than they work. A head has a cluster of -DBLOCKS blocks. Each
+// norms all rows for itself, a warp a row, has -DTILES tiles of 16 columns of the head's query, whose
+// K its warps share, and sends the columns to be absorbed to the others; then each of its warps has a
+// tile of 16 of the absorbed ones. The cluster behind the last head makes the entries. A row of q_lora
+// has -DQ_EIGHTS times 32 eights, one of the latent -DENTRY_EIGHTS; a head -DNOPE columns that are
+// absorbed, -DROPE that are turned.
+constexpr int LORA = 256 * Q_EIGHTS, LATENT = 256 * ENTRY_EIGHTS, COLUMNS = 16 * TILES;
+constexpr int STEPS = LORA / 32 / WARPS, KEY_STEPS = NOPE / 32, KEY_TILES = LATENT / 16;
+constexpr int PIECE = 1024 * STEPS;      // bytes of a warp's part of a tile
+constexpr int ROW = 2 * LORA + 64;       // bytes of a normed row: fragments of rows fall in other banks
+constexpr int NOPE_ROW = 2 * NOPE + 64;  // likewise
+static_assert(LORA % (32 * WARPS) == 0 && LORA <= 8 * THREADS && LATENT <= 8 * THREADS, "as in rms_norm");
+static_assert(BLOCKS * COLUMNS == NOPE + ROPE && KEY_TILES <= BLOCKS * WARPS && BLOCKS <= WARPS, "shares");
+static_assert(MOST * COLUMNS / 2 <= THREADS && MOST <= WARPS && ROPE <= 64, "a thread a pair");
+
+// A row of EIGHTS times 32 eights, as rms_norm has them in one block: lane l has what thread 32j + l has.
+template <int EIGHTS>
+struct WarpRow {
+  float weights[EIGHTS][8];
+
+  DEVICE_METHOD explicit WarpRow(const float* weight) {
+#pragma unroll
+    for (int j = 0; j < EIGHTS; j++) load8(weight + place(j), weights[j]);
+  }
+  DEVICE_METHOD static int place(int j) { return 8 * (32 * j + (threadIdx.x & 31)); }
+
+  DEVICE_METHOD void norm(const float* x, bf16* out, float inverse_k, float eps) const {
+    const int lane = threadIdx.x & 31;
+    float values[EIGHTS][8], own = 0.0f;
+#pragma unroll
+    for (int j = 0; j < EIGHTS; j++) load8(x + place(j), values[j]);
+#pragma unroll
+    for (int j = 0; j < EIGHTS; j++) {
+      float eight = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8; i++) eight = __fmaf_rn(values[j][i], values[j][i], eight);
+      const float sum = warp_sum(__fadd_rn(0.0f, eight));
+      if (lane == j) own = sum;
+    }
+    const float mean = __fmul_rn(warp_sum(own), inverse_k);
+    const float inverse = __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
+#pragma unroll
+    for (int j = 0; j < EIGHTS; j++) {
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        values[j][i] = __fmul_rn(round_to_act(__fmul_rn(values[j][i], inverse)), weights[j][i]);
+      store8(out + place(j), values[j]);
+    }
+  }
+};
+
+// The cache entries, a warp a row: as latent_entry.
+DEVICE void make_entries(int block, const float* sums, const float* weight, const float* cosines,
+                         const float* sines, const int* positions, bf16* entries, int T, int stride,
+                         float inverse_latent, float eps) {
+  const int lane = threadIdx.x & 31, row = block * WARPS + threadIdx.x / 32;
+  const WarpRow<ENTRY_EIGHTS> norm(weight);
+  grid_dependency_launch();
+  grid_dependency_wait();
+  if (row >= T) return;
+  const float* kv = sums + (i64)row * stride + LORA;
+  bf16* out = entries + (i64)row * (LATENT + ROPE);
+  if (lane < ROPE / 2) {
+    const i64 angle = (i64)positions[row] * (ROPE / 2) + lane;
+    const float* pair = kv + LATENT + 2 * lane;
+    bf16* to = out + LATENT + lane;
+    rotate(pair[0], pair[1], cosines[angle], sines[angle], to, to + ROPE / 2);
+  }
+  norm.norm(kv, out, inverse_latent, eps);
+}
+
+// Shared: the head's part of q_b, then normed rows, whose place sums take, then rows of columns to be
+// absorbed, then barriers. grid (H + 1) * BLOCKS.
+extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1) query_mma(
+    const float* sums,         // [T, stride]: q_a's LORA, then kv_a's LATENT + ROPE; 16-byte aligned
+    const float* q_weight,     // [LORA]
+    const float* kv_weight,    // [LATENT]
+    const unsigned char* q_b,  // of pack_dense, [H * BLOCKS * TILES, ...]
+    const uint4* key,          // [H, KEY_TILES, ...] of pack_heads
+    const float* cosines,      // [positions, ROPE / 2]
+    const float* sines,        // likewise
+    const int* positions,      // [T]
+    bf16* out,                 // [T, H, LATENT + ROPE]
+    bf16* entries,             // [T, LATENT + ROPE]
+    int T, int H, int stride, float inverse_q, float inverse_latent, float eps) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ __align__(16) bf16 own[MOST][COLUMNS];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int head = blockIdx.x / BLOCKS, rank = blockIdx.x % BLOCKS, first = rank * COLUMNS;
+  if (head == H) {
+    make_entries(rank, sums, kv_weight, cosines, sines, positions, entries, T, stride, inverse_latent, eps);
+    return;
+  }
+  unsigned char* normed = memory + TILES * WARPS * PIECE;
+  float4* parts = (float4*)normed;  // [WARPS, TILES, 32]
+  unsigned char* nopes = normed + max(MOST * ROW, WARPS * TILES * 512);
+  u64* barriers = (u64*)(nopes + MOST * NOPE_ROW);
+
+  Ring<TILES> ring(memory + warp * TILES * PIECE, barriers + warp * TILES, PIECE);
+#pragma unroll
+  for (int m = 0; m < TILES; m++) {
+    const i64 tile = (i64)blockIdx.x * TILES + m;
+    ring.start(m, q_b + (tile * WARPS + warp) * PIECE, true);
+  }
+  const int tile = rank + BLOCKS * warp;  // of the absorbed columns
+  uint4 a[KEY_STEPS][2] = {};
+  if (tile < KEY_TILES)
+#pragma unroll
+    for (int k = 0; k < KEY_STEPS; k++) {
+      const uint4* from = key + (((i64)head * KEY_TILES + tile) * KEY_STEPS + k) * 64 + lane;
+      a[k][0] = from[0], a[k][1] = from[32];
+    }
+  const WarpRow<Q_EIGHTS> norm(q_weight);
+  cluster_arrive();
+  grid_dependency_launch();
+  grid_dependency_wait();  // weights are always there
+  // This thread's pair of columns to be turned, if there is one: its angle is on its way meanwhile.
+  const int row = threadIdx.x / (COLUMNS / 2), column = threadIdx.x % (COLUMNS / 2) * 2;
+  const int pair = (first + column - NOPE) / 2;
+  const bool turns = row < T && first + column >= NOPE;
+  float c = 0.0f, s = 0.0f;
+  if (turns) {
+    const i64 angle = (i64)positions[row] * (ROPE / 2) + pair;
+    c = cosines[angle], s = sines[angle];
+  }
+  if (warp < T) norm.norm(sums + (i64)warp * stride, (bf16*)(normed + warp * ROW), inverse_q, eps);
+  __syncthreads();  // all rows are normed before they are multiplied
+
+  float sum[TILES][4] = {};
+  const uint4* w[TILES];
+#pragma unroll
+  for (int m = 0; m < TILES; m++) {
+    w[m] = (const uint4*)ring.get() + lane;
+    if (m + 1 < TILES) ring.replace(nullptr, false);
+  }
+#pragma unroll
+  for (int k = 0; k < STEPS; k++) {
+    uint4 b = {};  // rows past the last stay zero
+    if (g < T) b = *(const uint4*)(normed + g * ROW + (warp * STEPS + k) * 64 + t * 16);
+#pragma unroll
+    for (int m = 0; m < TILES; m++) {
+      const uint4 low = w[m][k * 64], high = w[m][k * 64 + 32];
+      const u32 front[4] = {low.x, low.y, low.z, low.w}, back[4] = {high.x, high.y, high.z, high.w};
+      mma_bf16(sum[m], front, b.x, b.y);
+      mma_bf16(sum[m], back, b.z, b.w);
+    }
+  }
+  __syncthreads();  // the normed rows are read before sums take their place
+#pragma unroll
+  for (int m = 0; m < TILES; m++)
+    parts[(warp * TILES + m) * 32 + lane] = float4{sum[m][0], sum[m][1], sum[m][2], sum[m][3]};
+  __syncthreads();  // all parts of a sum are there before they are joined
+  if (warp < TILES) {
+    const float4* of = parts + warp * 32 + lane;
+    const float4 left = join(of, TILES * 32, WARPS / 2);
+    const float4 v = add4(left, join(of + WARPS / 2 * TILES * 32, TILES * 32, WARPS / 2));
+    bf16* to = &own[2 * t][warp * 16 + g];
+    store(to, v.x), store(to + COLUMNS, v.y), store(to + 8, v.z), store(to + COLUMNS + 8, v.w);
+  }
+  __syncthreads();  // this block's columns are there
+  cluster_wait();   // every block has begun before another one writes into it
+  if (warp < BLOCKS) {
+    unsigned char* to = cluster_map(nopes, warp);
+    for (int i = lane; i < T * (COLUMNS / 8); i += 32) {
+      const int from = i / (COLUMNS / 8), eight = i % (COLUMNS / 8) * 8;
+      if (first + eight >= NOPE) continue;
+      *(uint4*)(to + from * NOPE_ROW + 2 * (first + eight)) = *(const uint4*)&own[from][eight];
+    }
+  }
+  if (turns) {
+    bf16* to = out + ((i64)row * H + head) * (LATENT + ROPE) + LATENT + pair;
+    const float x = to_float(own[row][column]), y = to_float(own[row][column + 1]);
+    rotate(x, y, c, s, to, to + ROPE / 2);
+  }
+  cluster_sync();  // all columns to be absorbed are there, and no block writes to another any more
+  if (tile >= KEY_TILES) return;
+  float absorbed[4] = {};
+#pragma unroll
+  for (int k = 0; k < KEY_STEPS; k++) {
+    uint4 b = {};
+    if (g < T) b = *(const uint4*)(nopes + g * NOPE_ROW + k * 64 + t * 16);
+    const u32 front[4] = {a[k][0].x, a[k][0].y, a[k][0].z, a[k][0].w};
+    const u32 back[4] = {a[k][1].x, a[k][1].y, a[k][1].z, a[k][1].w};
+    mma_bf16(absorbed, front, b.x, b.y);
+    mma_bf16(absorbed, back, b.z, b.w);
+  }
+  bf16* to = out + ((i64)(2 * t) * H + head) * (LATENT + ROPE) + tile * 16 + 2 * g;
+  if (2 * t < T) store_pair(to, absorbed[0], absorbed[2]);
+  if (2 * t + 1 < T) store_pair(to + (i64)H * (LATENT + ROPE), absorbed[1], absorbed[3]);
 }

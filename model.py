@@ -173,9 +173,7 @@ class Model:
         ops, dims = self.ops_for("o_proj"), self.dims
         n, latent, rotation = len(h), dims.kv_lora_rank, (self.cos, self.sin, positions)
         norms = w.q_a_norm, w.kv_a_norm, dims.lora_norm_eps
-        q = ops.latent_inputs(h, w.inputs, *norms, *rotation, out=entries)
-        q = ops.linear(q, w.q_b, rounded=True).reshape(n, self.heads, self.head_dim)
-        q = ops.latent_query(q, w.key, *rotation)
+        q = ops.latent_queries(h, w.inputs, w.q_b, w.key, *norms, *rotation, out=entries)
         o = ops.latent_attention(q, pages, entries, plan, self.scale, latent, self.span)
         return ops.linear(ops.absorb_v(o, w.value).reshape(n, -1), w.o)
 

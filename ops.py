@@ -1110,6 +1110,25 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         )  # fmt: skip
         return normed
 
+    def latent_queries(
+        self, x, weight: LatentInputs, q_b, key, q_norm, kv_norm, eps: float, cos, sin, positions,
+        out,
+    ):  # fmt: skip
+        """x [T, hidden] -> what attention asks with [T, H, latent + rope]: `latent_inputs`, q_b and
+        `latent_query`; the cache entries go into `out`."""
+        n, latent, rope = len(x), kv_norm.shape[0], weight.width - kv_norm.shape[0]
+        shape = self._query_shape(n, weight.joined, q_b, key, latent, rope)
+        if shape is None:
+            turn = cos, sin, positions
+            q = self.latent_inputs(x, weight, q_norm, kv_norm, eps, *turn, out)
+            q = self.linear(q, q_b, rounded=True).reshape(n, key.heads, -1)
+            return self.latent_query(q, key, *turn)
+        op, sums = "latent_queries", self.linear(x, weight.joined)
+        q_norm = self._take(op, "q_norm", q_norm, FLOAT32, weight.q_lora, aligned=True)
+        kv_norm, out, positions = self._entry(op, n, kv_norm, rope, cos, sin, positions, out)
+        turn = cos, sin, positions
+        return self._mma_queries(sums, shape, q_b, key, q_norm, kv_norm, eps, turn, out)
+
     def _entry(self, op: str, n: int, weight, rope: int, cos, sin, positions, out):
         """Checks what makes a cache entry: returns weight, out and positions."""
         latent = weight.shape[0]

@@ -22,6 +22,9 @@ PARTS = 8  # parts of a leaf at most
 ROUTER_PARTS = 32  # of the router, whose few outputs alone would keep few processors busy
 HEAD_STEPS = 8  # steps of one part that a warp of absorb_mma holds at most
 HEAD_ROWS = 16  # rows of a block of absorb_mma
+QUERY_ROWS = 8  # of query_mma at most
+QUERY_HEADS = 20  # heads up to which its clusters, of up to CLUSTER blocks, run all at once
+CLUSTER = 8
 EXPERT_ROWS = 128  # rows of one launch over the experts
 DOWN_ROWS = (128, 64, 32, 16, 8)  # of one launch of expert_down_mma: the most that a block can hold
 TILE_GROUP = 288  # bytes of a quantisation group of a tile of 16 rows: see kernels.cu
@@ -260,6 +263,60 @@ class TensorHeads:
     def slices(self) -> int:
         """Blocks that share the outputs of a head."""
         return ceil(self.outputs, 16 * WARPS // parts_of(self.columns))
+
+
+@dataclass(frozen=True)
+class QueryShape:
+    """What query_mma is compiled for: widths of a compressed query, of a latent entry, of the two
+    halves of a head's query."""
+
+    lora: int
+    latent: int
+    nope: int
+    rope: int
+
+    @property
+    def tiles(self) -> int:
+        """Of 16 columns of a head's query."""
+        return (self.nope + self.rope) // 16
+
+    @property
+    def blocks(self) -> int:
+        """That share a head, as a cluster."""
+        return next(n for n in range(CLUSTER, 0, -1) if self.tiles % n == 0)
+
+    @property
+    def fits(self) -> bool:
+        """Norms that a warp has as one block of rms_norm has them, K in a part a warp, heads whose
+        columns to be absorbed are one part."""
+        widths = self.lora, self.latent
+        return (
+            all(n % (8 * 32) == 0 and n <= 8 * THREADS for n in widths)
+            and parts_of(self.lora) == WARPS
+            and parts_of(self.nope) == 1
+            and self.nope % STEP == self.rope % 2 == (self.nope + self.rope) % 16 == 0
+            and self.rope <= 64
+            and self.latent // 16 <= self.blocks * WARPS
+            and QUERY_ROWS * self.tiles // self.blocks * 8 <= THREADS
+        )
+
+    @property
+    def defines(self) -> Defines:
+        return (
+            ("MOST", QUERY_ROWS),
+            ("BLOCKS", self.blocks),
+            ("TILES", self.tiles // self.blocks),
+            ("Q_EIGHTS", self.lora // 256),
+            ("ENTRY_EIGHTS", self.latent // 256),
+            ("NOPE", self.nope),
+            ("ROPE", self.rope),
+        )
+
+    @property
+    def shared_bytes(self) -> int:
+        tiles, rows = self.tiles // self.blocks, QUERY_ROWS
+        normed = max(rows * (2 * self.lora + 64), WARPS * tiles * 512)
+        return tiles * (32 * self.lora + 8 * WARPS) + normed + rows * (2 * self.nope + 64)
 
 
 @dataclass(frozen=True)
@@ -622,6 +679,34 @@ class TensorCoreKernels:
             key.columns, key.outputs, rope, key.slices, defines=key.defines, dependent=True,
         )  # fmt: skip
         return out
+
+    def _query_shape(self, n: int, joined, q_b, key, latent: int, rope: int) -> QueryShape | None:
+        """For n rows, where query_mma takes them."""
+        limits, packed = self.launcher.limits, isinstance(key, TensorHeads)
+        packed &= isinstance(q_b, TensorMatrix) and joined is not None
+        if not (packed and limits.clusters and n <= QUERY_ROWS):
+            return None
+        shape = QueryShape(q_b.in_features, latent, key.columns, rope)
+        whole = q_b.out_features == key.heads * (key.columns + rope) and key.outputs == latent
+        plain = q_b.wide == q_b.leaves == 1 and joined.out_features % 4 == 0
+        if not (whole and plain and shape.fits and key.heads <= QUERY_HEADS):
+            return None
+        static = 32 * QUERY_ROWS * (shape.tiles // shape.blocks)
+        return shape if shape.shared_bytes + static <= limits.shared_bytes else None
+
+    def _mma_queries(
+        self, sums, shape: QueryShape, q_b, key: TensorHeads, q_norm, kv_norm, eps, turn, out
+    ):
+        """`latent_queries` from what the joined q_a and kv_a gave, after its checks."""
+        n, heads = len(sums), key.heads
+        queries = self.empty((n, heads, shape.latent + shape.rope), self.act)
+        self._launch(
+            "query_mma", "query_mma", ((heads + 1) * shape.blocks,), sums, q_norm,
+            kv_norm, q_b.data, key.data, *turn, queries, out, n, heads, sums.shape[1],
+            np.float32(1.0 / shape.lora), np.float32(1.0 / shape.latent), eps,
+            shared_bytes=shape.shared_bytes, defines=shape.defines, dependent=True,
+        )  # fmt: skip
+        return queries
 
     def _mma_value(self, o, value: TensorHeads):
         """`absorb_v` with packed heads."""

@@ -678,6 +678,16 @@ class ReferenceOps:
         self.latent_entry(self.linear(x, kv_a), kv_norm, eps, cos, sin, positions, out)
         return self.rms_norm(self.linear(x, q_a), q_norm, eps)
 
+    def latent_queries(
+        self, x, weight, q_b, key, q_norm, kv_norm, eps, cos, sin, positions, out
+    ) -> np.ndarray:
+        """x [T, hidden] -> what attention asks with [T, H, latent + rope]: `latent_inputs`, q_b and
+        `latent_query`; the cache entries go to `out`."""
+        turn = cos, sin, positions
+        q = self.latent_inputs(x, weight, q_norm, kv_norm, eps, *turn, out)
+        q = self.linear(q, q_b, rounded=True).reshape(len(x), len(key), -1)
+        return self.latent_query(q, key, *turn)
+
     def absorb_v(self, o: np.ndarray, value: np.ndarray) -> np.ndarray:
         """o [T, H, latent] times value [H, latent, v] -> rounded [T, H, v]."""
         return self.round(_per_head(o, value))

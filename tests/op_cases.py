@@ -273,6 +273,28 @@ def latent_inputs(
     return Outcome(have, want, np.zeros(have.shape))
 
 
+def latent_queries(
+    b, draw, rows: int, hidden: int, heads: int, q_lora: int, latent: int, nope: int, rope: int,
+    v: int,
+) -> Outcome:  # fmt: skip
+    """Likewise."""
+    ops, eps, width = b.ops, 1e-6, latent + rope
+    x, positions = b.send(draw.values(rows, hidden)), draw.rng.integers(0, 64, rows)
+    sizes = (q_lora, hidden), (width, hidden), (heads * (nope + rope), q_lora)
+    q_a, kv_a, q_b = (draw.weight("bf16", *size) for size in sizes)
+    weight, q_b = ops.prepare_latent_inputs(q_a, kv_a), ops.prepare(q_b)
+    key, _ = ops.prepare_heads(draw.weight("bf16", heads * (nope + v), latent), heads, nope, v)
+    norms = *(ops.upload(draw.values(n)) for n in (q_lora, latent)), eps
+    turn = (*ops.rope_table(YARN, rope, 64), b.send(positions.astype(np.int32)))
+    out, entries = (layer_entries(ops, rows, width) for _ in range(2))
+    have = b.get(ops.latent_queries(x, weight, q_b, key, *norms, *turn, out))
+    q = ops.linear(ops.latent_inputs(x, weight, *norms, *turn, entries), q_b, rounded=True)
+    want = b.get(ops.latent_query(q.reshape(rows, heads, -1), key, *turn))
+    have, want = (np.concatenate([a.reshape(rows, -1), b.get(e)], 1)
+                  for a, e in ((have, out), (want, entries)))  # fmt: skip
+    return Outcome(have, want, np.zeros(have.shape))
+
+
 def absorb_v(b, draw, kind: str, rows: int, heads: int, nope: int, v: int, latent: int) -> Outcome:
     o, kv_b = draw.values(rows, heads, latent), draw.weight(kind, heads * (nope + v), latent)
     _, value = b.ops.prepare_heads(kv_b, heads, nope, v)
@@ -546,6 +568,9 @@ SUMS = [
     *((latent_inputs, s) for s in (
         (("f32", "f32"), 3, 16, 5, 7, 2), (("bf16", "bf16"), 9, 64, 48, 32, 8),
         (("int4", "bf16"), 2, 96, 24, 16, 4), (("bf16", "bf16"), 2, 64, 1536, 512, 64),
+    )),
+    *((latent_queries, s) for s in (
+        (3, 64, 2, 48, 32, 16, 8, 16), (8, 64, 2, 1024, 256, 32, 32, 32),
     )),
     *((absorb_v, s) for s in (
         ("f32", 1, 1, 4, 4, 8), ("bf16", 9, 4, 16, 16, 32), ("bf16", 2, 1, 128, 128, 512),

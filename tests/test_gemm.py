@@ -220,6 +220,44 @@ def test_heads_in_every_number_of_rows(device: str, heads, nope, rope, v, latent
         assert error(alone, same(slice(65))) <= 2.0**-11, k
 
 
+def queries_case(kernels, rng, heads, lora, latent, nope, rope):
+    """rows -> bits of queries and cache entries of these rows out of 17."""
+    hidden, v = 256, 32
+    inputs = (draw(rng, n, hidden) for n in (lora, latent + rope))
+    weight = kernels.prepare_latent_inputs(*inputs)
+    q_b = kernels.prepare(draw(rng, heads * (nope + rope), lora))
+    key, _ = kernels.prepare_heads(draw(rng, heads * (nope + v), latent), heads, nope, v)
+    norms = [kernels.upload(1 + 0.1 * rng.standard_normal(n, np.float32)) for n in (lora, latent)]
+    x, at = draw(rng, 17, hidden), rng.integers(0, 64, 17).astype(np.int32)
+    table, send = kernels.rope_table(YARN, rope, 64), kernels.launcher.upload
+
+    def run(rows):
+        sent, turn = send(x[rows].copy()), (*table, send(at[rows].copy()))
+        out = kernels.activations((len(sent), latent + rope))
+        q = kernels.latent_queries(sent, weight, q_b, key, *norms, 1e-6, *turn, out)
+        return [bits(kernels.download(a)) for a in (q, out)]
+
+    return run
+
+
+@pytest.mark.parametrize("sizes", [(3, 1024, 256, 32, 32), (2, 1536, 512, 128, 64)])
+def test_queries_of_few_rows_in_one_kernel(device: str, monkeypatch, sizes) -> None:
+    """R1: query_mma has the bits of the kernels that more rows go through, in every number of rows
+    that it takes."""
+    kernels, launched = kernels_on(device), set()
+    if device == "emulate":
+        limits = dataclasses.replace(kernels.launcher.limits, shared_bytes=232_448)
+        monkeypatch.setattr(kernels.launcher, "limits", limits)
+    monkeypatch.setattr(kernels, "listener", lambda launch: launched.add(launch.kernel))
+    run = queries_case(kernels, np.random.default_rng(6), *sizes)
+    together = run(slice(17))
+    assert "query_mma" not in launched
+    for rows in (slice(5, 6), slice(7), slice(9, 17)):
+        for have, want in zip(run(rows), together, strict=True):
+            assert np.array_equal(have, want[rows]), rows
+    assert "query_mma" in launched
+
+
 def experts_case(rng, hidden, width, experts, top_k, shared, rows):
     sizes = (width, hidden), (width, hidden), (hidden, width)
     routed = [
@@ -446,6 +484,9 @@ def test_no_thread_reads_what_is_not_there_yet(device: str, monkeypatch) -> None
         kernels.download(kernels.latent_query(q, key, *kernels.rope_table(YARN, 6, 9), at))
     ).all()
     assert np.isfinite(kernels.download(kernels.absorb_v(o, value))).all()
+    run = queries_case(kernels, rng, 2, 1024, 256, 32, 32)
+    for have, want in zip(run(slice(8)), run(slice(9)), strict=True):
+        assert np.array_equal(have, want[:8])
     routed, beside, x, ids, weights = experts_case(rng, 64, 64, 8, 3, 64, 12)
     packed = [kernels.prepare_mlp(*m, 2) for m in (routed, beside)]
     for rows in (1, 12):

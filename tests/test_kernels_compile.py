@@ -28,12 +28,14 @@ LATENT = ops_mma.AttentionShape(key=576, value=512, leaf=64, span=4, apart=False
 EXPERTS = ops_mma.TensorExperts(
     None, None, None, experts=384, width=256, hidden=7168, leaves=1, up_groups=4, down_groups=4
 )
+QUERY = ops_mma.QueryShape(lora=1536, latent=512, nope=128, rope=64)
 HEADS = [ops_mma.TensorHeads(None, 8, *sizes) for sizes in ((512, 128), (128, 512))]
 VARIANTS = {
     "tokens": [ops.TOKEN_DEFINES],
     "experts_mma": [EXPERTS.defines(8, ops_mma.Residents(3, n)) for n in ops_mma.DOWN_RESIDENTS],
     "experts_wide": [EXPERTS.defines(8, way) for way in ops_mma.MANY],
     "absorb_mma": [h.defines for h in HEADS],
+    "query_mma": [QUERY.defines],
     "route": [(("PER_THREAD", 2),)],
     "embed": [(("TABLE", t),) for t in ops.TYPES.values()],
     "absorb": [(("TABLE", t),) for t in ops.TYPES.values()],
@@ -62,6 +64,7 @@ DYNAMIC = {  # shared bytes that ops.py asks for, by kernel or kernel and define
         ("expert_down_wide", EXPERTS.defines(8, way)): EXPERTS.many_down_shared_bytes(way)
         for way in ops_mma.MANY
     },
+    "query_mma": QUERY.shared_bytes,
     "route": ops.SHARED_BYTES["route"](experts=384, top_k=8),
     "sort_pairs": ops.SHARED_BYTES["sort_pairs"](),
     "log_softmax_top": ops.SHARED_BYTES["log_softmax_top"](k=64),
@@ -137,6 +140,8 @@ def test_every_section_compiles(architecture: str, activation: str, request, cap
             continue  # tensor cores take bfloat16 activations
         if activation == "float32" and not TYPED.search(ops.read_sections()[section].text):
             continue  # the same code as with bfloat16
+        if section == "query_mma" and architecture == "sm_80":
+            continue  # it has no clusters
         variants = VARIANTS.get(section, [()])
         if section == "experts_mma" and architecture == "sm_120":
             variants = variants[:1]  # there is no room for three blocks
