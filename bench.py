@@ -38,7 +38,8 @@ from engine import Engine
 from request import Result, acceptance_length
 from sampling import SamplingParams
 
-HELD_OUT = Path(__file__).parent / "tests" / "data" / "heldout_prompts.jsonl"
+HERE = Path(__file__).parent
+HELD_OUT = HERE / "tests" / "data" / "heldout_prompts.jsonl"
 NAMES = ("op", "T", "context", "temperature", "mode")  # that say what a row is of
 MEASURES = {"µs": -1, "ms": -1, "tok/s": 1, "ms a step": -1, "tau": 1, "drafter": -1, "tree": -1}
 MEASURES |= {f"tok/ms {quality}": 1 for quality in ("perfect", "good", "mixed", "wrong")}
@@ -48,50 +49,78 @@ DEFAULTS = {  # of an argument: what it is for, and for all else
     "max_tokens": {"step": 65, "": 96},
     "repeats": {"step": 1, "": 5},  # of a large model, four scripts a mode
     "contexts": {"prefill": [4096], "": [1000]},
-    "config": {"tune": "k26-rank.yaml", "": "nano.yaml"},
+    "config": {"--tune": "k26-rank.yaml", "": "nano.yaml"},
+    "rows": {
+        "ops": [1, 2, 4, 8, 16, 32, 64, 128],
+        "reduce": [1, 8, 16, 32, 64],
+        "prefill": [256, 1024],
+        "": None,  # --tune: by the config
+    },
 }
+BUDGETS = [8, 16, 32, config.AUTO]
+TEMPERATURES = [0.0, 0.7, 1.0]
 NOISE = 0.04  # of a figure: clocks differ by so much between runs
 TINY = 1e-9
 PROMPT = "import os\n\n\nclass Cache:\n    def __init__(self, size):\n"
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0])
+    says = __doc__.splitlines()[0] + " In parentheses: what holds without the option."
+    parser = argparse.ArgumentParser(prog="bench.py", description=says)
     add = parser.add_argument
     add("what", nargs="?", choices=("speed", "acceptance", "step", "prefill", "ops", "reduce"))
-    add("--config", help="nano.yaml; of --tune k26-rank.yaml")
-    add("--device", choices=("auto", "cuda", "cpu", "emulate"), default="auto")
-    add("--max-tokens", type=int, help="96; of step 65")
-    add("--budgets", type=nodes, nargs="+", default=[8, 16, 32, "auto"], help="nodes of the trees")
+    add("--config", help=f"YAML file, also looked for in configs/ ({default_of('config')})")
+    devices = "auto: a GPU where there is one; emulate: its kernels as host code (%(default)s)"
+    add("--device", choices=("auto", "cuda", "cpu", "emulate"), default="auto", help=devices)
+    add("--max-tokens", type=int, help=f"of a text ({default_of('max_tokens')})")
+    trees = f"nodes of the trees ({listed(BUDGETS)})"
+    add("--budgets", type=nodes, nargs="+", default=BUDGETS, help=trees)
     add("--json", metavar="FILE", help="also write the rows as JSON")
     add("--against", metavar="FILE", type=Path, help="compare with such a file; a * is no noise")
-    add("--repeats", type=int, help="turns a mode: of speed 5, of step 1")
-    add("--file", type=Path, default=HELD_OUT, help="of acceptance: JSON lines with `text`")
-    add("--prompts", type=int, default=100, help="of acceptance: so many of the file")
-    add("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="of acceptance")
+    add("--repeats", type=int, help=f"turns a mode ({default_of('repeats')})")
+    texts = f"of acceptance: JSON lines with `text` ({HELD_OUT.relative_to(HERE)})"
+    add("--file", type=Path, default=HELD_OUT, help=texts)
+    add("--prompts", type=int, default=100, help="of acceptance: so many of the file (%(default)s)")
+    some = f"of acceptance ({listed(TEMPERATURES)})"
+    add("--temperatures", type=float, nargs="+", default=TEMPERATURES, help=some)
     add("--temperature", type=float, default=1.0, help="of step (%(default)s)")
-    add("--contexts", type=int, nargs="+", help="tokens of the prompt: of step 1000, prefill 4096")
-    add("--seeds", type=int, default=1, help="of acceptance, for each sampled prompt")
-    add("--batch", type=int, default=8, help="of acceptance: sequences decoded together")
+    lengths = f"of step and prefill: tokens of the prompt ({default_of('contexts')})"
+    add("--contexts", type=int, nargs="+", help=lengths)
+    seeds = "of acceptance, for each sampled prompt (%(default)s)"
+    add("--seeds", type=int, default=1, help=seeds)
+    together = "of acceptance: sequences decoded together (%(default)s)"
+    add("--batch", type=int, default=8, help=together)
     add("--op", nargs="+", help="of ops: only those whose name has one of these words")
-    add("--rows", type=int, nargs="+", help="of ops, reduce, prefill: T")
-    add("--tp", type=int, choices=(2, 4, 8), default=2, help="of reduce: GPUs")
+    add("--rows", type=int, nargs="+", help=f"T ({default_of('rows')})")
+    add("--tp", type=int, choices=(2, 4, 8), default=2, help="of reduce: GPUs (%(default)s)")
     add("--skew", action="store_true", help="of ops: 64 rows also over few experts")
     add("--tune", action="store_true", help="ops: time every launch of --config's products")
     add("--expect", action="store_true", help="of ops: what their bytes take at 1.79 TB/s alone")
     arguments = parser.parse_args(argv)
     if arguments.what is None and not arguments.tune:
         parser.error("what to measure is missing: speed, acceptance, step, prefill, ops or reduce")
-    arguments.what = "tune" if arguments.tune else arguments.what
+    arguments.what = "--tune" if arguments.tune else arguments.what
     for name, of in DEFAULTS.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, of.get(arguments.what, of[""]))
     return exit_code(lambda: run(arguments))
 
 
+def default_of(name: str) -> str:
+    """An argument's default in words: in general, then of what has one of its own."""
+    of = DEFAULTS[name]
+    words = [f"of {what} {listed(value)}" for what, value in of.items() if what]
+    return "; ".join(words if of[""] is None else [listed(of[""]), *words])
+
+
+def listed(value: object) -> str:
+    """As it is typed."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def run(arguments) -> int:
     measures = {"speed": speed, "acceptance": acceptance, "step": step, "prefill": prefill}
-    measures |= {"ops": operations, "reduce": sums, "tune": tune}
+    measures |= {"ops": operations, "reduce": sums, "--tune": tune}
     before = check(arguments)
     rows = measures[arguments.what](arguments)
     print(table(rows))
@@ -202,11 +231,10 @@ def step(arguments) -> list[dict]:
 def operations(arguments) -> list[dict]:
     import bench_kernels  # needs a GPU: only when asked for
 
-    rows = arguments.rows or (1, 2, 4, 8, 16, 32, 64, 128)
     if arguments.expect:
-        return bench_kernels.expected(arguments.op, rows)
+        return bench_kernels.expected(arguments.op, arguments.rows)
     need_gpu("ops")
-    return bench_kernels.table(arguments.op, rows, arguments.skew)
+    return bench_kernels.table(arguments.op, arguments.rows, arguments.skew)
 
 
 def need_gpu(what: str, number: int = 1) -> None:
@@ -239,7 +267,7 @@ def sums(arguments) -> list[dict]:
     import bench_reduce  # needs GPUs: only when asked for
 
     need_gpu("reduce", arguments.tp)
-    return bench_reduce.table(arguments.tp, arguments.rows or (1, 8, 16, 32, 64))
+    return bench_reduce.table(arguments.tp, arguments.rows)
 
 
 def progress(work, name: str):

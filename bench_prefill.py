@@ -25,7 +25,7 @@ REPEATS = 3
 
 def table(arguments) -> list[dict]:
     """One row a length of the prompt and size of its pieces, which divides the length."""
-    sizes, lengths = sorted(arguments.rows or [256, 1024]), arguments.contexts
+    sizes, lengths = sorted(arguments.rows), arguments.contexts
     for length in lengths:
         if any(length % size for size in sizes):
             raise UserError(

@@ -61,11 +61,13 @@ CONTROLS = (
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    of, asked = config.default_of, SamplingParams()
     parser = argparse.ArgumentParser(
         prog="engine.py",
         allow_abbrev=False,
         description="Decode text with Kimi K2.6 or a model of its shape, by draft trees: the same "
-        "tokens and the same logit bits as plain decoding, in fewer steps.",
+        "tokens and the same logit bits as plain decoding, in fewer steps. In parentheses: what "
+        "holds without the option; a name with a dot is the config's key.",
         epilog="Tokens are counted as emitted: the first is the prefill's, the others the verify "
         "steps'. A stop id ends the text; it shows as finish_reason and is not in token_ids.",
     )
@@ -73,29 +75,32 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--config", default="nano.yaml", help="YAML file, also looked for in configs/ (%(default)s)"
     )
-    add("--model", metavar="DIR", help="checkpoint directory, instead of the config's model.path")
-    add("--tp", type=int, metavar="N", help="tensor-parallel ranks, instead of tp.size")
+    add("--model", metavar="DIR", help="checkpoint directory (model.path)")
+    add("--tp", type=int, metavar="N", help=f"tensor-parallel ranks ({of('tp')})")
     add(
         "--device",
         choices=("auto", "cuda", "cpu", "emulate"),
         default="auto",
-        help="auto: a GPU where there is one; emulate: the GPU's kernels as host code, for checks",
+        help="auto: a GPU where there is one; emulate: the GPU's kernels as host code, for checks"
+        " (%(default)s)",
     )
     add(
         "--debug-kernels",
         action="store_true",
         help="with cuda or emulate: wait after every kernel, so that one that fails is named",
     )
-    add("--mode", choices=MODES, help="plain decoding, a draft chain, or a draft tree")
+    modes = f"plain decoding, a draft chain, or a draft tree ({of('mode')})"
+    add("--mode", choices=MODES, help=modes)
     add(
         "--budget",
         type=nodes,
         metavar="N",
         help="nodes of a tree, root included; auto: as many as pay, round by round, down to plain"
-        " decoding",
+        f" decoding ({of('budget')})",
     )
-    add("--context", type=int, metavar="N", help="positions, prompt included")
-    add("--batch", type=int, metavar="N", help="sequences decoded together")
+    positions = f"positions, prompt included ({of('context')}, else the model's limit)"
+    add("--context", type=int, metavar="N", help=positions)
+    add("--batch", type=int, metavar="N", help=f"sequences decoded together ({of('batch')})")
 
     what = parser.add_argument_group("what to do (else: ask for prompts, or read standard input)")
     add = what.add_argument
@@ -136,16 +141,22 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
     controls = parser.add_argument_group("controls of sampling and of the end")
     add = controls.add_argument
-    add("--max-tokens", type=int, metavar="N", help="emit at most so many tokens")
-    add("--min-tokens", type=int, metavar="N", help="do not end before so many")
-    add("--temperature", type=float, metavar="T", help="0: greedy")
-    add("--top-p", type=float, metavar="P", help="above 0, at most 1 (1: off)")
-    add("--top-k", type=int, metavar="K", help="0 or -1: off")
-    add("--min-p", type=float, metavar="P", help="0 to 1 (0: off)")
-    add("--seed", type=int, metavar="S", help="of sampling; a fresh one is taken and reported")
-    add("--frequency-penalty", type=float, metavar="F", help="-2 to 2 (0: off)")
-    add("--presence-penalty", type=float, metavar="F", help="-2 to 2 (0: off)")
-    add("--repetition-penalty", type=float, metavar="F", help="0.01 to 100 (1: off)")
+    most = f"emit at most so many tokens ({of('max_tokens')}; --watch, --check: a few)"
+    add("--max-tokens", type=int, metavar="N", help=most)
+    least = f"do not end before so many ({asked.min_tokens})"
+    add("--min-tokens", type=int, metavar="N", help=least)
+    add("--temperature", type=float, metavar="T", help=f"0: greedy ({of('temperature')})")
+    add("--top-p", type=float, metavar="P", help=f"above 0, at most 1; 1: off ({of('top_p')})")
+    add("--top-k", type=int, metavar="K", help=f"0 or -1: off ({of('top_k')})")
+    add("--min-p", type=float, metavar="P", help=f"0 to 1; 0: off ({asked.min_p:g})")
+    seed = f"of sampling ({of('seed')}, else a fresh one, which is reported)"
+    add("--seed", type=int, metavar="S", help=seed)
+    frequency = f"-2 to 2; 0: off ({asked.frequency_penalty:g})"
+    add("--frequency-penalty", type=float, metavar="F", help=frequency)
+    presence = f"-2 to 2; 0: off ({asked.presence_penalty:g})"
+    add("--presence-penalty", type=float, metavar="F", help=presence)
+    repetition = f"0.01 to 100; 1: off ({asked.repetition_penalty:g})"
+    add("--repetition-penalty", type=float, metavar="F", help=repetition)
     add("--logit-bias", action="append", metavar="ID=BIAS", help="-100 to 100; may be repeated")
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     add("--ignore-eos", action="store_true", default=None, help="do not end at the model's end ids")

@@ -432,6 +432,13 @@ def load(path: str | Path, **overrides: Any) -> Config:
     return _section(Config, raw, "")
 
 
+def default_of(keyword: str) -> str:
+    """What holds without an override of `load`: the key in words, and the key's own default."""
+    section, key, _ = _OVERRIDES[keyword]
+    default = _SECTIONS[section].__dataclass_fields__[key].default
+    return f"{section}.{key}" if default is None else f"{section}.{key}, else {default}"
+
+
 def read_yaml(file: Path, expected: str) -> dict:
     """A file that holds a mapping: what is `expected` of it. Raises UserError."""
     try:

@@ -173,7 +173,8 @@ KERNEL attention_work(const int* positions,  // [T]
 // ==== attention_mma ====
 
 // -DKEY_WIDTH, VALUE_WIDTH, LEAF, SPAN as in the section attention. -DAPART: a value is not the front
-// of its key. -DSTAGES: leaves in shared memory, 1 or 2. Bytes: see AttentionShape in ops_mma.py.
+// of its key. -DSTAGES: leaves in shared memory, 1 or 2. -DWARPGROUP_THREADS: of a block of
+// latent_spans_warpgroup. Bytes: see AttentionShape in ops_mma.py.
 static_assert(LEAF % 16 == 0 && LEAF <= 16 * WARPS && (LEAF & (LEAF - 1)) == 0, "whole key tiles");
 static_assert(KEY_WIDTH % 8 == 0, "keys are copied 16 bytes at a time");
 constexpr int KEY_TILES = LEAF / 16;
@@ -729,7 +730,9 @@ LATENT_SPANS(8)
 // Queries and leaves lie in blocks of 64 rows x 128 bytes, whose 16-byte pieces are swizzled. Every block
 // of a leaf is loaded, and given free, by itself, so that leaves arrive while others are worked on. Units,
 // tables and committed leaves are read while the kernel in front still runs: it must be none that wrote them.
-// grid: as latent_spans_mma; block 384; shared: two leaves, queries, P [64, 64], Gates. Nothing aliases.
+// grid: as latent_spans_mma; block WARPGROUP_THREADS; shared: two leaves, queries, P [64, 64], Gates. Nothing
+// aliases.
+static_assert(WARPGROUP_THREADS == 3 * 128, "two warpgroups add, one loads");
 constexpr int BLOCK = 64 * 128;
 constexpr int BLOCKS = KEY_WIDTH / 64;
 constexpr int CHUNKS = VALUE_WIDTH / 128;  // of 64 dims, of an adder
@@ -1046,7 +1049,7 @@ DEVICE void add_leaves(const Latent& x, const int4* units, int adder, const unsi
   }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) latent_spans_warpgroup(
+extern "C" __global__ void __launch_bounds__(WARPGROUP_THREADS, 1) latent_spans_warpgroup(
     const bf16* q,         // this and what has no words: see Latent
     const bf16* pages,
     const u64* map,        // [16] of the launcher's block_map, of pages as rows of KEY_WIDTH
@@ -1067,7 +1070,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) latent_spans_warpgroup(
   grid_dependency_launch();
   if (threadIdx.x == 0) gates.init();
   __syncthreads();  // the barriers exist before anybody waits at one
-  // A thread begins with 168 registers: 65536 in eights for 384 threads. 56 + 2 * 224 are three times that.
+  // A thread begins with 168 registers: 65536 in eights for the block's. 56 + 2 * 224 are three times that.
   if (group == 2) {
     warpgroup_release_registers<56>();
     if (thread < 32) load_leaves(x, map, units, blocks, gates);

@@ -876,6 +876,7 @@ PARTS_BYTES = 512 << 20  # of the parts of spans at most, if one row allows
 WORK_ROWS = 1024  # of one launch of attention_work
 WORK_TILES = 2  # column tiles from which on a variant may be worth it for many leaves
 MEET = 4  # spans that a warp of the fold brings to a meeting
+WARPGROUP_THREADS = 3 * 128  # of a block that multiplies by warpgroups: two do, one loads
 
 
 @dataclass(frozen=True)
@@ -902,8 +903,8 @@ class ColumnTile:
 
     @property
     def threads(self) -> int:
-        """Of a block; of three warpgroups one loads."""
-        return 3 * 128 if self.warpgroups else THREADS
+        """Of a block."""
+        return WARPGROUP_THREADS if self.warpgroups else THREADS
 
 
 COLUMN_TILES = (
@@ -946,7 +947,8 @@ class AttentionShape:
 
     def defines(self, stages: int) -> Defines:
         widths = attention_defines(self.key, self.value, self.leaf, self.span)
-        return (*widths, ("APART", int(self.apart)), ("STAGES", stages))
+        own = ("APART", int(self.apart)), ("STAGES", stages)
+        return (*widths, *own, ("WARPGROUP_THREADS", WARPGROUP_THREADS))
 
     def shared_bytes(self, tile: ColumnTile, stages: int) -> int:
         """Of a block with so many leaves in flight."""

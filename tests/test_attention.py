@@ -93,6 +93,17 @@ def test_every_way_of_sharing_out_gives_the_same_bits(
         assert "latent_spans_warpgroup" in launched
 
 
+def test_op_cases_run_warps_and_warpgroups(device: str) -> None:
+    """So that --watch checks them after an edit."""
+    b = backend_on(device)
+    seen, kinds = set(), {"latent_spans_warpgroup"} if b.ops.launcher.limits.warpgroups else set()
+    b.ops.listener = lambda launch: seen.add(launch.kernel)
+    for case, shape in op_cases.SUMS:
+        if case is op_cases.latent_attention:
+            case(b, Draw(b), *shape)
+    assert seen >= {"latent_spans_mma_1", "latent_fold_mma", "attention_work"} | kinds
+
+
 def test_filler_rows_become_zero(device: str) -> None:
     """Rows of no sequence behind trees, and a forward of nothing else."""
     b = backend_on(device)

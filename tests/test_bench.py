@@ -194,6 +194,18 @@ def test_what_is_not_asked_for(what, expected, monkeypatch):
     assert found[: len(expected)] == expected
 
 
+def test_help_says_what_holds_without_an_argument(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for said in (
+        "(nano.yaml; of --tune k26-rank.yaml)", "(auto)", "(96; of step 65)", "(8 16 32 auto)",
+        "(5; of step 1)", "(tests/data/heldout_prompts.jsonl)", "(100)", "(0.0 0.7 1.0)", "(1.0)",
+        "(1000; of prefill 4096)", "of reduce 1 8 16 32 64; of prefill 256 1024)", "GPUs (2)",
+    ):  # fmt: skip
+        assert said in text
+
+
 # ---- a step and its parts ----------------------------------------------------------------------
 
 

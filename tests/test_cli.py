@@ -232,6 +232,18 @@ class TestOverrides:
         assert code == 0
         assert "first is the prefill's" in text and "not in token_ids" in text
 
+    def test_help_says_what_holds_without_an_option(self, call):
+        """Of every option that takes a value and has one: the parser's, or the config's key."""
+        _, out, _ = call("--help")
+        text = " ".join(out.split())
+        for said in (
+            "(nano.yaml)", "checks (auto)", "(tp.size, else 1)", "(draft.mode, else ar)",
+            "(draft.budget, else 16)", "(decode.context, else the model's limit)",
+            "(decode.batch, else 1)", "(decode.max_tokens, else 256;", "--compare (5)",
+            "(decode.temperature, else 0.0)", "(decode.top_p, else 1.0)", "(decode.top_k, else 0)",
+        ):  # fmt: skip
+            assert said in text
+
 
 class TestLogits:
     def test_file_holds_ids_and_their_logits(self, tmp_path, answer):

@@ -299,10 +299,18 @@ def test_drafter_logits_equal_the_oracle(made, tmp_path, kind):
 # ---- cut beforehand ------------------------------------------------------------------------------
 
 
+def size_of(directory) -> int:
+    """Bytes of all its files."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
 @pytest.mark.parametrize("size", [2, 8])
-def test_presharded_parts_are_the_ranks_parts(made, tmp_path, size):
+def test_presharded_parts_are_the_ranks_parts(made, tmp_path, size, capsys):
     out = tmp_path / "cut"
     assert preshard.main([str(made), str(out), "--size", str(size)]) == 0
+    says, _, written = capsys.readouterr().out.removesuffix(" GiB\n").rpartition(", ")
+    assert says == f"{out}: parts of {made} for tp.size {size}"
+    assert float(written) == pytest.approx(size_of(out) / 2**30, rel=0.01)
     whole, model = open_both(made)
     tp, plans, parts = config.TensorParallel(size=size), [], []
     for rank in range(size):

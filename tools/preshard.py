@@ -165,6 +165,8 @@ def main(argv: list[str] | None = None) -> int:
         cut = config.load(a.config).tp.cut if a.config else config.Cut()
         tp = config.TensorParallel(size=a.size, cut=cut)
         preshard(a.checkpoint, a.out, tp, a.drafter_of, sys.stderr.isatty())
+        size = sum(path.stat().st_size for path in a.out.rglob("*") if path.is_file())
+        print(f"{a.out}: parts of {a.checkpoint} for tp.size {a.size}, {size / 2**30:.3g} GiB")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
