@@ -3,21 +3,24 @@ number of nodes with the most expected tokens a second.
 
 The text is the same whatever is drafted (R1), and a best-first tree is the beginning of every
 larger one. So once the tokens are there, one drafted tree says how far a walk would have got with
-every choice: all are judged by the same evidence, and none has to be tried for it. Plain decoding
-drafts nothing; for it to notice that drafts would pay, some of its rounds are `watched`: they
-draft, and verify the root alone. A small draft takes less than the large tree that is evidence;
-where rounds are recorded and the difference matters, many are `bare`: they say how far their own
-walk gets, and by the factor that this is off, what is expected of all other choices is off, too.
-Where none are recorded, on a CPU, a large tree takes little more than a small one to draft: every
-draft is evidence, and as much of it is verified as pays by its own probabilities.
+every choice, and before they are, its probabilities claim it: with less noise, but not all true.
+What a draft should add is what those of its text claim, times what came of it in texts of its kind,
+times how much more or less now comes of the largest. Plain decoding drafts nothing; for it to
+notice that drafts would pay, some of its rounds are `watched`: they draft, and verify the root
+alone. A small draft takes less than the large tree that is evidence; where rounds are recorded and
+the difference matters, many are `bare`: they say how far their own walk gets, and by the factor
+that this is off, what is expected of all other choices is off, too. Where none are recorded, on a
+CPU, a large tree takes little more than a small one to draft: every draft is evidence, and as much
+of it is verified as pays by its own claims.
 
 Regret, in seconds against the best fixed choice, with costs as measured:
 - Evidence takes at most LEARNING of the time, and LESSONS rounds once, of plain decoding and of
   drafts each; but for the first drafts of a kind, and where bare rounds are not recorded.
-- A text's evidence fades by KEPT a draft. A choice that was better by g tokens a draft and is worse
-  by h since the text has changed is left once ln(1 + g / h) / (1 - KEPT) drafts have been seen.
-  That costs less than what g gains in 1 / (1 - KEPT) drafts, however large h is. Beside plain
-  decoding, drafts are seen as often as they are watched.
+- A text's evidence fades by KEPT a draft. While claims are as true, by choice, as they were (which
+  fades by LASTING), a choice that was better by g tokens a draft and is worse by h since the text
+  has changed is left once ln(1 + g / h) / (1 - KEPT) drafts have been seen. That costs less than
+  what g gains in 1 / (1 - KEPT) drafts, however large h is. Beside plain decoding, drafts are seen
+  as often as they are watched.
 - A text begins with what others of its kind have shown, which weighs as much as PRIOR drafts.
 - Drafts give way to plain decoding when they lose by more than the evidence may be wrong by.
 Nothing here can change a token.
@@ -37,8 +40,10 @@ from spec_decode import Tree
 
 # Of a tree: powers of two, and from 8 on what is halfway between them.
 NODES = (2, 4, *(n for e in range(3, 11) for n in (2**e, 3 * 2 ** (e - 1))))
-KEPT = 0.95  # of evidence, a text's or all texts', after a draft
+KEPT = 0.93  # of evidence, a text's or all texts', after a draft
+LASTING = 0.99  # of all texts' that says how true each choice's claims are
 PRIOR = 5.0  # drafts of a text that weigh as much as all texts, and of these as that all is equal
+FEW = 5.0  # tokens that they weigh as, in how much comes of claims lately
 UNSURE = 0.9  # standard errors by which drafts may lose to plain decoding and be kept
 LEARNING = 0.01  # of the time of plain decoding, and of drafts, that their evidence may take
 LESSONS = 8  # rounds of such evidence that may be saved up: to be sure of a change at once
@@ -55,7 +60,7 @@ BELIEVED = 0.99  # of a choice's ratio, in logarithms, after a round
 PACE_FRESH, PACE_LATER = 0.05, 0.2  # of what such rounds are off by: the machine's
 
 
-Claims = list[np.ndarray | float]  # of every tree: tokens for every choice (`claimed`), or 0
+Claims = list[np.ndarray]  # of every tree, tokens for every choice (`claimed`)
 
 
 class Choice(NamedTuple):
@@ -193,22 +198,34 @@ class Costs:
 
 
 class Evidence:
-    """What drafts of one text, or of all texts of a kind, became; older ones have faded.
+    """Drafts of one text, or of all texts of a kind; older ones have faded, by `kept` a draft.
 
     n       drafts
-    tokens  [choices] that their walks reached, or that their probabilities said
+    tokens  [choices] that their walks reached
+    claims  [choices] that their probabilities said
     """
 
-    def __init__(self, choices: int):
-        self.n, self.tokens = 0.0, np.zeros(choices)
+    def __init__(self, choices: int, kept: float):
+        self.n, self.kept = 0.0, kept
+        self.tokens, self.claims = np.zeros((2, choices))
 
-    def add(self, tokens: np.ndarray) -> None:
-        self.n = KEPT * self.n + 1
-        self.tokens = KEPT * self.tokens + tokens
+    def add(self, tokens: np.ndarray, claims: np.ndarray) -> None:
+        self.n = self.kept * self.n + 1
+        self.tokens = self.kept * self.tokens + tokens
+        self.claims = self.kept * self.claims + claims
 
-    def mean(self, prior: np.ndarray) -> np.ndarray:
-        """Tokens of a draft, from `prior` on."""
-        return (self.tokens + PRIOR * prior) / (self.n + PRIOR)
+
+class Outlook(NamedTuple):
+    """What to expect of the next draft of a text.
+
+    claims  [choices] tokens that an average one says
+    true    [choices] tokens that come of one that is claimed
+    n       drafts that have shown it
+    """
+
+    claims: np.ndarray
+    true: np.ndarray
+    n: float
 
 
 @dataclass
@@ -217,7 +234,7 @@ class _Text:
     the tokens begin that follow the root, tree, what that claims for every choice)."""
 
     evidence: Evidence
-    open: list[tuple[int, Tree, np.ndarray | float]] = field(default_factory=list)
+    open: list[tuple[int, Tree, np.ndarray]] = field(default_factory=list)
 
 
 class Auto:
@@ -243,11 +260,12 @@ class Auto:
         self.nodes = np.array([c.budget for c in self.choices])
         self.watched = Choice("ar", 1, self.choices[-1].scored)
         self.worth = np.ones(len(self.choices))  # tokens of plain decoding in the same time
+        self.prior = self.worth - 1  # tokens that drafts add, if all choices are equal
         self.texts: WeakKeyDictionary = WeakKeyDictionary()
-        # What became of drafts, and what they had claimed, by kind of text.
-        self.kinds, self.claims = (
-            {greedy: Evidence(len(self.choices)) for greedy in (True, False)}
-            for _ in range(2)
+        # By kind of text, greedy or not: its drafts lately, and over a long time.
+        self.kinds, self.lasting = (
+            {greedy: Evidence(len(self.choices), kept) for greedy in (True, False)}
+            for kept in (KEPT, LASTING)
         )
 
     def measure(self, seconds_of: Callable[[Choice], float | None], recorded: bool) -> None:
@@ -295,6 +313,7 @@ class Auto:
         self.offer(names[i] for i in kept)
         seconds = np.array(best)[kept]
         self.worth, self.narrows = seconds / seconds[0], not recorded
+        self.prior = np.minimum(self.worth - 1, self.depth)
         rationed = {c: price for c, price in more.items() if price > LEARNING * took[c]}
         self.scoring = {c: price for c, price in rationed.items() if c in self.choices}
         self.saved[False] = LESSONS * max(self.scoring.values(), default=0.0)
@@ -303,14 +322,23 @@ class Auto:
 
     # -- the choice
 
+    def outlook(self, sequence) -> Outlook:
+        """What to expect of this text's drafts."""
+        kind, text = self.kinds[sequence.params.greedy], self.texts.get(sequence)
+        lasting, prior = self.lasting[sequence.params.greedy], PRIOR * self.prior + TINY
+        ratio = (lasting.tokens + prior) / (lasting.claims + prior)
+        claims, factor, n = self.prior / ratio, 1.0, min(PRIOR, kind.n)
+        for seen in (kind,) if text is None else (kind, text.evidence):
+            claims = (seen.claims + PRIOR * claims) / (seen.n + PRIOR)
+            factor = (seen.tokens[-1] + FEW * factor) / (seen.claims[-1] * ratio[-1] + FEW)
+        return Outlook(claims, ratio * factor, n if text is None else n + text.evidence.n)
+
     def known(self, sequence) -> tuple[np.ndarray, np.ndarray]:
         """Tokens that drafts of this text are expected to add, and the squared error [choices]: a
         walk ends with the first wrong token, so the variance is mean * (1 + mean); n drafts were
         seen, and one more that was off by one."""
-        kind, text = self.kinds[sequence.params.greedy], self.texts.get(sequence)
-        mean, n = kind.mean(np.minimum(self.worth - 1, self.depth)), min(PRIOR, kind.n)
-        if text is not None:
-            mean, n = text.evidence.mean(mean), n + text.evidence.n
+        claims, true, n = self.outlook(sequence)
+        mean = np.minimum(claims * true, self.depth)
         return mean, (n * mean * (1 + mean) + 1) / (n + 1) ** 2
 
     def gain(self, sequences: list) -> tuple[np.ndarray, np.ndarray]:
@@ -384,9 +412,7 @@ class Auto:
         b, costs = len(sequences), self.seconds(len(sequences))
         gain = np.full(len(self.choices), float(b))
         for sequence, claim in zip(sequences, claims, strict=True):
-            kind = sequence.params.greedy
-            kept = (self.kinds[kind].tokens + PRIOR) / (self.claims[kind].tokens + PRIOR)
-            gain += np.minimum(claim * kept, self.depth)
+            gain += np.minimum(claim * self.outlook(sequence).true, self.depth)
         return self.choices[1 + int(np.argmax((gain - self.rate * costs)[1:]))]
 
     # -- what it became
@@ -415,27 +441,27 @@ class Auto:
 
     def hear(self, sequence, choice: Choice, got: int) -> None:
         """How far the walk of a bare draft got. With others it would have got so many times as far
-        as with this one as is expected."""
+        as with this one as is expected; its claims are taken for an average draft's."""
         if choice not in self.choices or self.ends(sequence):
             return
         mean, at = self.known(sequence)[0], self.choices.index(choice)
-        self.add(sequence, np.minimum(mean * got / max(mean[at], TINY), self.depth))
+        tokens = np.minimum(mean * got / max(mean[at], TINY), self.depth)
+        self.add(sequence, tokens, self.outlook(sequence).claims)
 
     def ends(self, sequence) -> bool:
         """Near its end a text takes smaller trees: they say nothing of others."""
         return sequence.rule.max_tokens - sequence.n_emitted <= self.depth
 
     def learn(self, sequences: list, trees: Sequence[Tree]) -> Claims:
-        """Trees that were drafted behind these texts as they are now -> what they claim, where
-        trees are cut by it."""
-        claims = [claimed(t, self.choices, self.depth) if self.narrows else 0.0 for t in trees]
+        """Trees that were drafted behind these texts as they are now -> what they claim."""
+        claims = [claimed(tree, self.choices, self.depth) for tree in trees]
         for sequence, tree, claim in zip(sequences, trees, claims, strict=True):
             if not self.ends(sequence):
                 self.text(sequence).open.append((len(sequence.tokens), tree, claim))
         return claims
 
     def text(self, sequence) -> _Text:
-        return self.texts.setdefault(sequence, _Text(Evidence(len(self.choices))))
+        return self.texts.setdefault(sequence, _Text(Evidence(len(self.choices), KEPT)))
 
     def settle(self, sequence) -> None:
         """Take as evidence the drafts of which the text now says what became of them."""
@@ -448,12 +474,12 @@ class Auto:
             if got is None:
                 text.open.append((start, tree, claims))
                 continue
-            self.add(sequence, got)
-            self.claims[sequence.params.greedy].add(claims)
+            self.add(sequence, got, claims)
             if (1 + got > self.worth)[1:].any():
                 self.gap = 1  # what plain decoding saw would have paid
 
-    def add(self, sequence, got: np.ndarray) -> None:
+    def add(self, sequence, tokens: np.ndarray, claims: np.ndarray) -> None:
         """To what is known of this text, and of all of its kind."""
-        self.text(sequence).evidence.add(got)
-        self.kinds[sequence.params.greedy].add(got)
+        greedy = sequence.params.greedy
+        for seen in (self.text(sequence).evidence, self.kinds[greedy], self.lasting[greedy]):
+            seen.add(tokens, claims)

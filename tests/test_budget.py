@@ -177,6 +177,22 @@ class TestChoice:
             assert auto.choose([fresh]).mode in modes
             assert auto.choose([Text(temperature=1.0)]).mode == "chain"  # of another, nothing yet
 
+    def test_claims_are_taken_for_as_much_as_they_are_worth(self):
+        """Drafts that claim 0.6 of every token, and what comes of them: of the kind by choice, over
+        a long time; of one text soon, and whatever its kind has shown."""
+        auto, sure, unsure = auto_of(FLAT), Text(left=10**6), Text(left=10**6)
+        chain = next(i for i, c in enumerate(auto.choices) if c.mode == "chain")
+        teach(auto, sure, 0.9, 200)
+        ratio = auto.outlook(sure).true / auto.outlook(sure).true[chain]
+        assert auto.outlook(sure).true[chain] == pytest.approx(3.1 / 1.31, rel=0.15)
+        assert ratio[-1] == pytest.approx(1.31 / 3.71, rel=0.15)  # the second never is right
+        teach(auto, unsure, 0.3, 30)
+        mean, fresh = auto.known(unsure)[0], auto.known(Text())[0]
+        assert mean[chain] == pytest.approx(sum(0.3**d for d in range(1, 5)), abs=0.4)
+        assert mean[chain] < fresh[chain] < auto.known(sure)[0][chain]
+        of = auto.outlook(unsure).true
+        assert (of / of[chain])[1:] == pytest.approx(ratio[1:], rel=0.3)
+
     def test_what_a_texts_end_cuts_short_is_no_evidence(self):
         auto, text = auto_of(FLAT), Text(left=40)
         teach(auto, text, 0.0, 39)
@@ -203,7 +219,7 @@ class TestChoice:
 
     def test_a_texts_last_tokens_are_worth_no_more_than_they_are(self):
         auto, text = auto_of(FLAT), Text(left=10**6)
-        teach(auto, text, 0.9)
+        teach(auto, text, 1.0)
         for left, budgets in ((100, {5}), (2, {1, 2}), (1, {1})):
             text.rule.max_tokens = text.n_emitted + left
             assert auto.choose([text]).budget in budgets
@@ -443,7 +459,7 @@ class TestRegret:
     @pytest.mark.parametrize("quality", (1.0, 0.85, 0.6, 0.3, 0.0))
     def test_of_texts_that_stay_as_they_are(self, ms, quality):
         plays = [Play(np.full(300, quality), seed) for seed in range(4)]
-        assert regret(plays, ms)[0] <= 0.05
+        assert regret(plays, ms)[0] <= 0.03
 
     @pytest.mark.parametrize("quality", (0.0, 1.0))
     def test_evidence_is_paid_out_of_its_share(self, ms, quality):
@@ -459,13 +475,14 @@ class TestRegret:
     @pytest.mark.parametrize("first, then", ((0.0, 0.95), (0.95, 0.0), (0.2, 0.9)))
     def test_of_a_text_that_changes(self, ms, first, then):
         """Better than every fixed choice, and no further behind the best of each half than what
-        the text's and its kind's evidence have to fade for."""
+        the text's and its kind's evidence have to fade for; or, where drafts were all wrong, than
+        half of the longest time between watched rounds, and the lessons that are taken then."""
         halved = [Play(np.full(300, q), 3) for q in (first, then)]
         lost, spent = regret([Play(halves(first, then), 3)], ms)
         assert lost < 0
         best = sum(min(p.fixed(n, ms[n]) for n in p.got) for p in halved)
-        lag = 2 * ms[1] / (1 - budget.KEPT)
-        assert spent["total"] <= 1.05 * best + lag
+        lag = 2 / (1 - budget.KEPT) if first else budget.MOST_QUIET / 2 + budget.LESSONS
+        assert spent["total"] <= 1.05 * best + lag * ms[1]
 
     def test_of_texts_that_differ(self, ms):
         plays = [Play(np.full(200, q), i) for i, q in enumerate((0.95, 0.1, 0.95, 0.1, 0.95, 0.1))]
@@ -478,28 +495,29 @@ class TestRegret:
         assert regret(bursts(n), ms)[0] <= (0.2 if rationed(ms) else 0.1)
 
 
-@pytest.mark.parametrize("n, texts, most", ((64, 48, 0.06), (256, 12, 0.05)))
+@pytest.mark.parametrize("n, texts, most", ((64, 48, 0.05), (256, 12, 0.03)))
 @pytest.mark.parametrize("name", MS)
 def test_regret_of_short_texts_of_a_known_kind(name, n, texts, most):
     """Of each quality as many tokens, each text behind one like it. Of 64 tokens, 5 % are a few
     rounds."""
     plays = [[p.short(n) for p in some] for some in kinds(texts)]
     lost = [regret(some, MS[name], known=True)[0] for some in plays]
-    assert max(lost) <= most and np.mean(lost) <= 0.03
+    assert max(lost) <= most and np.mean(lost) <= 0.025
 
 
 @pytest.mark.parametrize("name", ("rank", "rank, 8000"))
 def test_regret_of_short_texts_whose_kind_becomes_worse(name):
-    """As bench_step has them: of each quality one to meet it, and one that counts."""
+    """As bench_step has them: of each quality one to meet it, and one that counts, whatever chance
+    did with it."""
     lost = {quality: [] for quality in (1.0, 0.85, 0.6, 0.0)}
-    for seed in range(6):
+    for seed in range(12):
         auto = learner(MS[name])
         for quality, some in lost.items():
             play = Play(np.full(64 + BLOCK, quality), seed)
             play.auto(auto, MS[name], Counter())
             best = min(play.fixed(n, MS[name][n]) for n in play.got)
             some.append(play.auto(auto, MS[name], Counter()) / best - 1)
-    assert max(np.mean(some) for some in lost.values()) <= 0.05
+    assert max(map(max, lost.values())) <= 0.05 and max(*lost[1.0], *lost[0.85]) <= 0.01
 
 
 @pytest.mark.parametrize("mean", (0.2, 0.35, 0.5, 0.65))
@@ -549,7 +567,8 @@ def test_budgets_that_change_every_step(tmp_path, monkeypatch):
 
 
 def test_own_steps_of_an_engine_with_recorded_rounds(tmp_path, monkeypatch):
-    """Recorded rounds leave no claims to cut a tree by; a step of the host's is not their cost."""
+    """No tree is cut by its claims, as none could be in a round; and what the step takes the host
+    is not what rounds cost."""
     plain = toy.toy_engine(tmp_path, drafter={})
     made = toy.engine_of(tmp_path / "toy", drafter=True)
     made.use("tree", "auto")
