@@ -222,10 +222,8 @@ class Engine:
         )
         if hasattr(self.ops, "trim"):
             self.ops.trim()
-        self.use(self.settings.draft.mode, self.settings.draft.budget)
         self.allocate()
-        if self.auto is not None and self.leads:
-            self.warm_up()
+        self.use(self.settings.draft.mode, self.settings.draft.budget)
 
     def allocate(self) -> None:
         """An empty cache, as the config says, and rounds over it, of which none is recorded."""
@@ -339,7 +337,8 @@ class Engine:
     def use(self, mode: str, budget: int | str) -> None:
         """Decode with "ar", "chain" or "tree" from now on; nothing but the speed changes. A tree
         with a budget of "auto" is what pays best, round by round; also plain decoding, or the chain
-        (budget.py). What was learned of that stays for the next time."""
+        (budget.py). That is measured the first time, here if nothing is live, else while the first
+        text is decoded; it stays for the next time, with what was learned since."""
         numbered = type(budget) is int and 1 <= budget <= config.MOST_NODES
         if mode not in MODES or not (numbered or budget == config.AUTO):
             raise UserError(
@@ -356,6 +355,9 @@ class Engine:
             self.auto = self.autos.setdefault(depth, Auto(depth, limit, rows))
         # Of plain decoding and of a chain the number of nodes is known.
         self.choice = Choice(mode, 1 if budget == config.AUTO else budget)
+        new = self.auto is not None and not self.auto.measured
+        if new and self.leads and not (self.running or self.waiting):
+            self.warm_up()
 
     def warm_up(self) -> None:
         """Measure the rounds of one text before anybody waits for them; where they are recorded,

@@ -16,6 +16,7 @@ import budget
 import config
 from budget import Auto, Choice, Costs, accepted, bare, choices, claimed, cut
 from config import UserError
+from engine import Engine
 from sampling import SamplingParams
 from spec_decode import Tree, build_tree
 from tests import toy
@@ -548,8 +549,8 @@ def test_budgets_that_change_every_step(tmp_path, monkeypatch):
     plain = toy.toy_engine(tmp_path, drafter={})
     made = toy.engine_of(tmp_path / "toy", drafter=True)
     script, picked = np.random.default_rng(3), set()
-    made.use("tree", "auto")  # measured here: what holds a machine up would leave choices out
-    made.auto.measure(lambda choice: 1.0 + 0.1 * choice.budget, False)
+    # Costs of its own: what holds a machine up would leave choices out.
+    toy.choose_by(made, lambda choice: 1.0 + 0.1 * choice.budget, recorded=False)
 
     def any_choice(*_):
         auto = made.auto
@@ -571,8 +572,7 @@ def test_own_steps_of_an_engine_with_recorded_rounds(tmp_path, monkeypatch):
     is not what rounds cost."""
     plain = toy.toy_engine(tmp_path, drafter={})
     made = toy.engine_of(tmp_path / "toy", drafter=True)
-    made.use("tree", "auto")
-    made.auto.measure(lambda choice: 1.0 + 0.1 * choice.budget, recorded=True)
+    toy.choose_by(made, lambda choice: 1.0 + 0.1 * choice.budget, recorded=True)
     for name in ("narrow", "saw"):
         monkeypatch.setattr(made.auto, name, lambda *_, name=name: pytest.fail(name))
     answers = toy.decode(plain, PROMPTS)
@@ -587,8 +587,7 @@ def test_it_finds_what_pays(tmp_path, kind, least, most):
     answers = toy.decode(plain, PROMPTS[:1], max_tokens=56)
     made = toy.engine_of(tmp_path / "toy")
     toy.plug(made, kind, PROMPTS[:1], answers)
-    made.use("tree", "auto")
-    made.auto.measure(lambda choice: 1.0 + (choice.mode != "ar") + 0.02 * choice.budget, False)
+    toy.choose_by(made, lambda c: 1.0 + (c.mode != "ar") + 0.02 * c.budget, recorded=False)
     made.auto.costs.saw = lambda *_: None
     toy.assert_same_results(toy.decode(made, PROMPTS[:1], "tree", "auto", max_tokens=56), answers)
     [result] = toy.decode(made, PROMPTS[:1], "tree", "auto", max_tokens=56)
@@ -596,22 +595,44 @@ def test_it_finds_what_pays(tmp_path, kind, least, most):
     assert made.auto.kinds[True].n and not made.auto.kinds[False].n  # of greedy texts alone
 
 
-def test_warm_up_measures_and_leaves_nothing(tmp_path):
+@pytest.fixture
+def warmed(monkeypatch) -> list[Engine]:
+    """An entry a time that an engine measured its rounds before any text."""
+    engines, warm_up = [], Engine.warm_up
+    monkeypatch.setattr(Engine, "warm_up", lambda one: engines.append(one) or warm_up(one))
+    return engines
+
+
+def test_warm_up_measures_and_leaves_nothing(tmp_path, warmed):
     toy.write_checkpoint(tmp_path, drafter={})
     settings = config.Config(
         model=config.ModelSection(path=tmp_path, lora_norm_eps=None, stated=()),
         draft=config.Draft(path=tmp_path / "drafter", mode="tree", budget="auto", limit=12),
         decode=config.Decode(leaf=16, span=2, prefill_chunk=32),
     )
-    made = budget_engine(settings)
+    made = Engine(settings, "cpu")
     assert made.auto.measured and not made.running and len(made.cache.free_slots) == 1
     assert max(c.budget for c in made.auto.choices) <= 12
+    made.use("ar", 1)
+    made.use("tree", "auto")
+    assert warmed == [made]
 
 
-def budget_engine(settings):
-    from engine import Engine
-
-    return Engine(settings, "cpu")
+def test_who_changes_to_auto_does_not_wait_for_it_later(tmp_path, warmed):
+    """It is measured at once; but not where that would hold up what is waiting or running."""
+    toy.toy_engine(tmp_path, drafter={})
+    idle, waits, runs = (toy.engine_of(tmp_path / "toy", drafter=True) for _ in range(3))
+    idle.use("tree", "auto")
+    assert idle.auto.measured and not idle.running and not idle.waiting and warmed == [idle]
+    for made in (waits, runs):
+        sequence = made.submit(PROMPTS[0], SamplingParams(max_tokens=9, ignore_eos=True))
+        while made is runs and not made.running:
+            made.advance(sequence)
+        made.use("tree", "auto")
+        assert made.auto and not made.auto.measured
+        while sequence.finish_reason is None:
+            made.advance(sequence)
+        assert made.auto.measured and warmed == [idle]
 
 
 # ---- scripted drafts over a real drafter -------------------------------------------------------

@@ -143,7 +143,6 @@ def test_interrupts_at_any_line_leave_nothing_behind(tmp_path) -> None:
     made = toy.toy_engine(tmp_path, drafter={}, batch=2, pages=6)
     prompts, params = [[1, 2, 3], [7] * 17, [9] * 16, [5] * 33], SamplingParams(max_tokens=20)
     want = [made.generate([p], params)[0].token_ids for p in prompts]
-    made.use("tree", config.AUTO)
     files = tuple(str(ROOT / name) for name in ("engine.py", "cache.py"))
     lines, last = 0, 0
 
@@ -169,6 +168,7 @@ def test_interrupts_at_any_line_leave_nothing_behind(tmp_path) -> None:
 
     for turn in range(50):
         live = [made.submit(p, params) for p in prompts]
+        made.use("tree", config.AUTO)  # with texts waiting: it is measured in a step of theirs
         last = 1 + 67 * turn % 1500
         traced(lambda: [made.step() for _ in range(30)])
         last = 1 + turn % 40

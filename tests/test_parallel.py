@@ -237,10 +237,10 @@ def test_budgets_are_rank_0s(worlds, tmp_path, monkeypatch, device):
     plain = engine_of(tmp_path, drafter=True, batch=2, **of)
     expected = plain.generate(["hello", "b"], params, keep_logits=True)
     engine = engine_of(tmp_path, worlds(2), drafter=True, batch=2, **of)
-    engine.use("tree", "auto")
     monkeypatch.setattr(budget, "CLOSE", -1.0)  # none is left out
+    engine.use("tree", "auto")
+    assert engine.auto.measured and not engine.running
     toy.assert_same_results(engine.generate(["hello", "b"], params, keep_logits=True), expected)
-    assert engine.auto.measured
     turns, picked = itertools.cycle((*engine.auto.choices, engine.auto.watched)), set()
 
     def choose(*_):

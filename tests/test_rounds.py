@@ -13,7 +13,7 @@ import pytest
 
 import engine
 import ops
-from budget import bare
+from budget import Auto, bare
 from sampling import SamplingParams
 from tests import toy
 from tests.conftest import launcher
@@ -195,16 +195,22 @@ def test_a_mode_changed_with_a_round_in_flight(device, first, then, make, plain)
 SEVERAL = (1, 4, 12)  # nodes: of plain decoding, fewer than the chain's 8, and more
 
 
+def among(made, nodes) -> Auto:
+    """What `use` takes for "auto": trees of so many nodes, and of 12 where they are evidence."""
+    auto = made.autos[7] = Auto(7, 12, 100)
+    auto.offer(c._replace(scored=12 * (c.budget > 1)) for c in auto.choices if c.budget in nodes)
+    return auto
+
+
 @pytest.mark.parametrize("batch", (1, 2))
 def test_budgets_that_change_every_round(device, batch, make, plain, monkeypatch) -> None:
     """Whatever "auto" picks, round by round and with a round in flight: the same ids and bits."""
     expected = plain(device)[:2]
     made = make(device, batch=batch)
-    made.use("tree", "auto")
-    auto = made.auto
-    auto.offer(c._replace(scored=12 * (c.budget > 1)) for c in auto.choices if c.budget in SEVERAL)
+    auto = among(made, SEVERAL)
     auto.costs.measured = {c: 1.0 for c in auto.choices}
     auto.measured = True
+    made.use("tree", "auto")
     script, picked, flown, learned = np.random.default_rng(1), [], [], []
     of = (*auto.choices, auto.watched, *map(bare, auto.choices[1:]))
 
@@ -223,18 +229,40 @@ def test_budgets_that_change_every_round(device, batch, make, plain, monkeypatch
 
 
 def test_rounds_are_measured_where_they_stand(device, make, plain) -> None:
-    """Before the first round of "auto": every choice, of which nothing is seen in the text; and the
-    chain with nothing to learn from it."""
+    """Where "auto" is chosen while a text runs, before its next round: every choice, of which
+    nothing is seen in the text; and the chain with nothing to learn from it."""
     expected = plain(device)
     made = make(device)
+    auto, first = among(made, (1, 8)), made.submit(*REQUESTS[0], keep_logits=True)
+    made.advance(first)
     made.use("tree", "auto")
-    made.auto.offer(
-        c._replace(scored=12 * (c.budget > 1)) for c in made.auto.choices if c.budget in (1, 8)
-    )
-    assert_same(decode(made, REQUESTS), expected)
-    assert made.auto.measured and all(s > 0 for s in made.auto.costs.measured.values())
-    measured = {*made.auto.choices, made.auto.watched, bare(made.auto.choices[-1])}
-    assert {key[0] for key in made.rounds.graphs} >= measured
+    assert made.auto is auto and not auto.measured
+    while first.finish_reason is None:
+        made.advance(first)
+    assert auto.measured and all(s > 0 for s in auto.costs.measured.values())
+    assert {key[0] for key in made.rounds.graphs} >= measured(auto)
+    assert_same([first.result(), *decode(made, REQUESTS[1:])], expected)
+
+
+def measured(auto: Auto) -> set:
+    return {*auto.choices, auto.watched, bare(auto.choices[-1])}
+
+
+def test_rounds_are_measured_before_anybody_waits(device, make, plain) -> None:
+    """Where "auto" is chosen before any text: greedy and sampled rounds, so that all are recorded
+    whatever comes first, and none has to pay for it."""
+    expected = plain(device)[:2]
+    made = make(device)
+    auto = among(made, (1, 8))
+    made.use("tree", "auto")
+    assert made.auto is auto and auto.measured and not made.running and not made.waiting
+    graphs = made.rounds.graphs
+    for drawn in (False, True):
+        wanted = {made.rounds.key(choice, 1, False, drawn) for choice in measured(auto)}
+        assert wanted <= set(graphs)
+    before = set(graphs)
+    assert_same([decode(made, [request])[0] for request in REQUESTS[:2]], expected)
+    assert set(graphs) == before
 
 
 def test_g1_huge_top_k_and_min_tokens_are_harmless(device, make) -> None:

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 import config
 import spec_decode
+from budget import Auto, most_rows
 from engine import Engine, Result
 from loader import quantise_int4
 from sampling import SamplingParams
@@ -242,6 +243,17 @@ def decode(engine: Engine, prompts, mode: str = "ar", budget: int = 16, **params
     engine.use(mode, budget)
     wanted = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **params})
     return engine.generate([list(map(int, p)) for p in prompts], wanted, keep_logits=True)
+
+
+def choose_by(engine: Engine, seconds, recorded: bool) -> Auto:
+    """Choose what to draft from now on, by costs of the test's own: seconds(choice) of a round."""
+    depth, limit = engine.drafter.dims.block_size - 1, engine.settings.draft.limit
+    auto = Auto(depth, limit, most_rows(engine.settings.decode.batch, limit))
+    auto.measure(seconds, recorded)
+    engine.autos[depth] = auto
+    engine.use("tree", config.AUTO)
+    assert engine.auto is auto
+    return auto
 
 
 def feed(engine: Engine, slot: int, ids, pieces=None) -> np.ndarray:
