@@ -743,14 +743,14 @@ absorb_v_mma(const bf16* o,       // [T, H, latent]
 
 // ==== query_mma ====
 
-// From what q_a and kv_a gave to the absorbed query and the cache entries, for up to -DMOST rows (8, one
-// side of an mma), bit for bit as query_entry, linear_mma and latent_query_mma make them: three short
-// kernels that wait for each other more than they work. A head has a cluster of -DBLOCKS blocks. Each
-// norms all rows for itself, a warp a row, has -DTILES tiles of 16 columns of the head's query, whose
-// K its warps share, and sends the columns to be absorbed to the others; then each of its warps has a
-// tile of 16 of the absorbed ones. The cluster behind the last head makes the entries. A row of q_lora
-// has -DQ_EIGHTS times 32 eights, one of the latent -DENTRY_EIGHTS; a head -DNOPE columns that are
-// absorbed, -DROPE that are turned.
+// From what q_a and kv_a gave to the absorbed query and the cache entries, bit for bit as query_entry,
+// linear_mma and latent_query_mma make them: three short kernels that wait for each other more than they
+// work. -DMOST rows (8, one side of an mma) of a head have a cluster of -DBLOCKS blocks. Each norms all
+// rows for itself, a warp a row, has -DTILES tiles of 16 columns of the head's query, whose K its
+// warps share, and sends the columns to be absorbed to the others; then each of its warps has a tile
+// of 16 of the absorbed ones. The cluster behind the last head makes the entries. A row of q_lora has
+// -DQ_EIGHTS times 32 eights, one of the latent -DENTRY_EIGHTS; a head -DNOPE columns that are absorbed,
+// -DROPE that are turned.
 constexpr int LORA = 256 * Q_EIGHTS, LATENT = 256 * ENTRY_EIGHTS, COLUMNS = 16 * TILES;
 constexpr int STEPS = LORA / 32 / WARPS, KEY_STEPS = NOPE / 32, KEY_TILES = LATENT / 16;
 constexpr int PIECE = 1024 * STEPS;      // bytes of a warp's part of a tile
@@ -760,64 +760,61 @@ static_assert(LORA % (32 * WARPS) == 0 && LORA <= 8 * THREADS && LATENT <= 8 * T
 static_assert(BLOCKS * COLUMNS == NOPE + ROPE && KEY_TILES <= BLOCKS * WARPS && BLOCKS <= WARPS, "shares");
 static_assert(MOST * COLUMNS / 2 <= THREADS && MOST <= WARPS && ROPE <= 64, "a thread a pair");
 
-// A row of EIGHTS times 32 eights, as rms_norm has them in one block: lane l has what thread 32j + l has.
+// A warp makes the norm of a row of EIGHTS times 32 eights, as rms_norm does in one block: lane l has what
+// thread 32j + l has there. weight: in shared memory.
 template <int EIGHTS>
-struct WarpRow {
-  float weights[EIGHTS][8];
-
-  DEVICE_METHOD explicit WarpRow(const float* weight) {
+DEVICE void norm_row(const float* x, const float* weight, bf16* out, float inverse_k, float eps) {
+  const int lane = threadIdx.x & 31;
+  float values[EIGHTS][8], own = 0.0f;
 #pragma unroll
-    for (int j = 0; j < EIGHTS; j++) load8(weight + place(j), weights[j]);
+  for (int j = 0; j < EIGHTS; j++) load8(x + 8 * (32 * j + lane), values[j]);
+#pragma unroll
+  for (int j = 0; j < EIGHTS; j++) {
+    float eight = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) eight = __fmaf_rn(values[j][i], values[j][i], eight);
+    const float sum = warp_sum(__fadd_rn(0.0f, eight));
+    if (lane == j) own = sum;
   }
-  DEVICE_METHOD static int place(int j) { return 8 * (32 * j + (threadIdx.x & 31)); }
-
-  DEVICE_METHOD void norm(const float* x, bf16* out, float inverse_k, float eps) const {
-    const int lane = threadIdx.x & 31;
-    float values[EIGHTS][8], own = 0.0f;
+  const float mean = __fmul_rn(warp_sum(own), inverse_k);
+  const float inverse = __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
 #pragma unroll
-    for (int j = 0; j < EIGHTS; j++) load8(x + place(j), values[j]);
+  for (int j = 0; j < EIGHTS; j++) {
+    float factors[8];
+    load8(weight + 8 * (32 * j + lane), factors);
 #pragma unroll
-    for (int j = 0; j < EIGHTS; j++) {
-      float eight = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 8; i++) eight = __fmaf_rn(values[j][i], values[j][i], eight);
-      const float sum = warp_sum(__fadd_rn(0.0f, eight));
-      if (lane == j) own = sum;
-    }
-    const float mean = __fmul_rn(warp_sum(own), inverse_k);
-    const float inverse = __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
-#pragma unroll
-    for (int j = 0; j < EIGHTS; j++) {
-#pragma unroll
-      for (int i = 0; i < 8; i++)
-        values[j][i] = __fmul_rn(round_to_act(__fmul_rn(values[j][i], inverse)), weights[j][i]);
-      store8(out + place(j), values[j]);
-    }
+    for (int i = 0; i < 8; i++)
+      values[j][i] = __fmul_rn(round_to_act(__fmul_rn(values[j][i], inverse)), factors[i]);
+    store8(out + 8 * (32 * j + lane), values[j]);
   }
-};
+}
+
+// All threads fetch n weights of a norm.
+DEVICE void fetch_weights(const float* from, float* to, int n) {
+  for (int i = 4 * threadIdx.x; i < n; i += 4 * THREADS) *(float4*)(to + i) = *(const float4*)(from + i);
+  __syncthreads();  // they are there before a warp reads them
+}
 
 // The cache entries, a warp a row: as latent_entry.
-DEVICE void make_entries(int block, const float* sums, const float* weight, const float* cosines,
-                         const float* sines, const int* positions, bf16* entries, int T, int stride,
-                         float inverse_latent, float eps) {
-  const int lane = threadIdx.x & 31, row = block * WARPS + threadIdx.x / 32;
-  const WarpRow<ENTRY_EIGHTS> norm(weight);
+DEVICE void make_entries(int row, const float* kv, const float* weight, float* weights,
+                         const float* cosines, const float* sines, const int* positions, bf16* out,
+                         int T, float inverse_latent, float eps) {
+  const int lane = threadIdx.x & 31;
+  fetch_weights(weight, weights, LATENT);
   grid_dependency_launch();
   grid_dependency_wait();
   if (row >= T) return;
-  const float* kv = sums + (i64)row * stride + LORA;
-  bf16* out = entries + (i64)row * (LATENT + ROPE);
   if (lane < ROPE / 2) {
     const i64 angle = (i64)positions[row] * (ROPE / 2) + lane;
     const float* pair = kv + LATENT + 2 * lane;
     bf16* to = out + LATENT + lane;
     rotate(pair[0], pair[1], cosines[angle], sines[angle], to, to + ROPE / 2);
   }
-  norm.norm(kv, out, inverse_latent, eps);
+  norm_row<ENTRY_EIGHTS>(kv, weights, out, inverse_latent, eps);
 }
 
 // Shared: the head's part of q_b, then normed rows, whose place sums take, then rows of columns to be
-// absorbed, then barriers. grid (H + 1) * BLOCKS.
+// absorbed, then weights of the norm, then barriers. grid ((H + 1) * BLOCKS, ceil(T / MOST)).
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1) query_mma(
     const float* sums,         // [T, stride]: q_a's LORA, then kv_a's LATENT + ROPE; 16-byte aligned
     const float* q_weight,     // [LORA]
@@ -834,14 +831,18 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
   __shared__ __align__(16) bf16 own[MOST][COLUMNS];
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int head = blockIdx.x / BLOCKS, rank = blockIdx.x % BLOCKS, first = rank * COLUMNS;
+  const int begin = blockIdx.y * MOST, mine = begin + warp;  // the block's first row, this warp's
+  T = min(T - begin, MOST);
   if (head == H) {
-    make_entries(rank, sums, kv_weight, cosines, sines, positions, entries, T, stride, inverse_latent, eps);
+    make_entries(rank == 0 ? warp : T, sums + (i64)mine * stride + LORA, kv_weight, (float*)memory, cosines,
+                 sines, positions + begin, entries + (i64)mine * (LATENT + ROPE), T, inverse_latent, eps);
     return;
   }
   unsigned char* normed = memory + TILES * WARPS * PIECE;
   float4* parts = (float4*)normed;  // [WARPS, TILES, 32]
   unsigned char* nopes = normed + max(MOST * ROW, WARPS * TILES * 512);
-  u64* barriers = (u64*)(nopes + MOST * NOPE_ROW);
+  float* weights = (float*)(nopes + MOST * NOPE_ROW);  // [LORA]
+  u64* barriers = (u64*)(weights + LORA);
 
   Ring<TILES> ring(memory + warp * TILES * PIECE, barriers + warp * TILES, PIECE);
 #pragma unroll
@@ -857,7 +858,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
       const uint4* from = key + (((i64)head * KEY_TILES + tile) * KEY_STEPS + k) * 64 + lane;
       a[k][0] = from[0], a[k][1] = from[32];
     }
-  const WarpRow<Q_EIGHTS> norm(q_weight);
+  fetch_weights(q_weight, weights, LORA);
   cluster_arrive();
   grid_dependency_launch();
   grid_dependency_wait();  // weights are always there
@@ -867,10 +868,11 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
   const bool turns = row < T && first + column >= NOPE;
   float c = 0.0f, s = 0.0f;
   if (turns) {
-    const i64 angle = (i64)positions[row] * (ROPE / 2) + pair;
+    const i64 angle = (i64)positions[begin + row] * (ROPE / 2) + pair;
     c = cosines[angle], s = sines[angle];
   }
-  if (warp < T) norm.norm(sums + (i64)warp * stride, (bf16*)(normed + warp * ROW), inverse_q, eps);
+  if (warp < T)
+    norm_row<Q_EIGHTS>(sums + (i64)mine * stride, weights, (bf16*)(normed + warp * ROW), inverse_q, eps);
   __syncthreads();  // all rows are normed before they are multiplied
 
   float sum[TILES][4] = {};
@@ -915,7 +917,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     }
   }
   if (turns) {
-    bf16* to = out + ((i64)row * H + head) * (LATENT + ROPE) + LATENT + pair;
+    bf16* to = out + ((i64)(begin + row) * H + head) * (LATENT + ROPE) + LATENT + pair;
     const float x = to_float(own[row][column]), y = to_float(own[row][column + 1]);
     rotate(x, y, c, s, to, to + ROPE / 2);
   }
@@ -931,7 +933,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     mma_bf16(absorbed, front, b.x, b.y);
     mma_bf16(absorbed, back, b.z, b.w);
   }
-  bf16* to = out + ((i64)(2 * t) * H + head) * (LATENT + ROPE) + tile * 16 + 2 * g;
+  bf16* to = out + ((i64)(begin + 2 * t) * H + head) * (LATENT + ROPE) + tile * 16 + 2 * g;
   if (2 * t < T) store_pair(to, absorbed[0], absorbed[2]);
   if (2 * t + 1 < T) store_pair(to + (i64)H * (LATENT + ROPE), absorbed[1], absorbed[3]);
 }

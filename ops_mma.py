@@ -22,7 +22,8 @@ PARTS = 8  # parts of a leaf at most
 ROUTER_PARTS = 32  # of the router, whose few outputs alone would keep few processors busy
 HEAD_STEPS = 8  # steps of one part that a warp of absorb_mma holds at most
 HEAD_ROWS = 16  # rows of a block of absorb_mma
-QUERY_ROWS = 8  # of query_mma at most
+QUERY_ROWS = 8  # of a block of query_mma
+MOST_QUERIES = 16  # rows up to which it is taken
 QUERY_HEADS = 20  # heads up to which its clusters, of up to CLUSTER blocks, run all at once
 CLUSTER = 8
 EXPERT_ROWS = 128  # rows of one launch over the experts
@@ -316,7 +317,8 @@ class QueryShape:
     def shared_bytes(self) -> int:
         tiles, rows = self.tiles // self.blocks, QUERY_ROWS
         normed = max(rows * (2 * self.lora + 64), WARPS * tiles * 512)
-        return tiles * (32 * self.lora + 8 * WARPS) + normed + rows * (2 * self.nope + 64)
+        own = tiles * (32 * self.lora + 8 * WARPS) + 4 * self.lora
+        return own + normed + rows * (2 * self.nope + 64)
 
 
 @dataclass(frozen=True)
@@ -684,7 +686,7 @@ class TensorCoreKernels:
         """For n rows, where query_mma takes them."""
         limits, packed = self.launcher.limits, isinstance(key, TensorHeads)
         packed &= isinstance(q_b, TensorMatrix) and joined is not None
-        if not (packed and limits.clusters and n <= QUERY_ROWS):
+        if not (packed and limits.clusters and n <= MOST_QUERIES):
             return None
         shape = QueryShape(q_b.in_features, latent, key.columns, rope)
         whole = q_b.out_features == key.heads * (key.columns + rope) and key.outputs == latent
@@ -700,11 +702,12 @@ class TensorCoreKernels:
         """`latent_queries` from what the joined q_a and kv_a gave, after its checks."""
         n, heads = len(sums), key.heads
         queries = self.empty((n, heads, shape.latent + shape.rope), self.act)
+        grid = (heads + 1) * shape.blocks, ceil(n, QUERY_ROWS)
         self._launch(
-            "query_mma", "query_mma", ((heads + 1) * shape.blocks,), sums, q_norm,
-            kv_norm, q_b.data, key.data, *turn, queries, out, n, heads, sums.shape[1],
-            np.float32(1.0 / shape.lora), np.float32(1.0 / shape.latent), eps,
-            shared_bytes=shape.shared_bytes, defines=shape.defines, dependent=True,
+            "query_mma", "query_mma", grid, sums, q_norm, kv_norm, q_b.data, key.data, *turn,
+            queries, out, n, heads, sums.shape[1], np.float32(1.0 / shape.lora),
+            np.float32(1.0 / shape.latent), eps, shared_bytes=shape.shared_bytes,
+            defines=shape.defines, dependent=True,
         )  # fmt: skip
         return queries
 
