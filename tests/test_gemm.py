@@ -242,8 +242,8 @@ def queries_case(kernels, rng, heads, lora, latent, nope, rope):
 
 @pytest.mark.parametrize("sizes", [(3, 1024, 256, 32, 32), (2, 1536, 512, 128, 64)])
 def test_queries_of_few_rows_in_one_kernel(device: str, monkeypatch, sizes) -> None:
-    """R1: query_mma has the bits of the kernels that more rows go through, in every number of rows
-    that it takes."""
+    """R1: query_mma has the bits of the kernels that more rows go through, in one block of rows and
+    in two, full or not."""
     kernels, launched = kernels_on(device), set()
     if device == "emulate":
         limits = dataclasses.replace(kernels.launcher.limits, shared_bytes=232_448)
@@ -252,7 +252,7 @@ def test_queries_of_few_rows_in_one_kernel(device: str, monkeypatch, sizes) -> N
     run = queries_case(kernels, np.random.default_rng(6), *sizes)
     together = run(slice(17))
     assert "query_mma" not in launched
-    for rows in (slice(5, 6), slice(7), slice(9, 17)):
+    for rows in (slice(5, 6), slice(7), slice(9, 17), slice(3, 12), slice(16)):
         for have, want in zip(run(rows), together, strict=True):
             assert np.array_equal(have, want[rows]), rows
     assert "query_mma" in launched
@@ -485,8 +485,8 @@ def test_no_thread_reads_what_is_not_there_yet(device: str, monkeypatch) -> None
     ).all()
     assert np.isfinite(kernels.download(kernels.absorb_v(o, value))).all()
     run = queries_case(kernels, rng, 2, 1024, 256, 32, 32)
-    for have, want in zip(run(slice(8)), run(slice(9)), strict=True):
-        assert np.array_equal(have, want[:8])
+    for have, want in zip(run(slice(11)), run(slice(17)), strict=True):
+        assert np.array_equal(have, want[:11])
     routed, beside, x, ids, weights = experts_case(rng, 64, 64, 8, 3, 64, 12)
     packed = [kernels.prepare_mlp(*m, 2) for m in (routed, beside)]
     for rows in (1, 12):
