@@ -112,13 +112,10 @@ def table(arguments) -> list[dict]:
 def configure(engine: Engine, context: int) -> None:
     """Make the engine the one that a config of so many positions, at most those that it was loaded
     for, gives: a recorded round works as for the last of them. What it held, recorded and learned
-    is given up before."""
+    is given up."""
     decode = dataclasses.replace(engine.settings.decode, context=context)
     engine.settings = dataclasses.replace(engine.settings, decode=decode)
-    engine.cache = engine.rounds = None
     engine.autos.clear()
-    if hasattr(engine.ops, "trim"):
-        engine.ops.trim()
     engine.allocate()
 
 
@@ -215,7 +212,8 @@ def parts(engine: Engine, sequence: Sequence, choice: Choice) -> tuple[float, fl
         runs = [engine.ops.capture(run).replay for run in runs]
         seconds = engine.ops.launcher.seconds
     took = [statistics.median(seconds(run) for _ in range(REPEATS)) for run in runs]
-    context, drafts, both = (*took, 0.0, 0.0)[:3]
+    context, *rest = took
+    drafts, both = rest or (0.0, 0.0)
     return context + drafts, both - drafts
 
 

@@ -220,14 +220,16 @@ class Engine:
         self.drafter = draft_dims and Drafter(
             draft_dims, self.weights(self.draft_plan, progress), self.ops, self.model, **common
         )
-        if hasattr(self.ops, "trim"):
-            self.ops.trim()
         self.allocate()
         self.use(self.settings.draft.mode, self.settings.draft.budget)
 
     def allocate(self) -> None:
-        """An empty cache, as the config says, and rounds over it, of which none is recorded."""
+        """An empty cache, as the config says, and rounds over it, of which none is recorded; in the
+        place of those that were there."""
         decode, draft_dims = self.settings.decode, self.draft_dims
+        self.cache = self.rounds = None
+        if hasattr(self.ops, "trim"):
+            self.ops.trim()
         self.cache = LatentCache(
             self.ops,
             slots=decode.batch,

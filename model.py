@@ -90,8 +90,7 @@ class Model:
         self.dims, self.ops, self.taps, self.span = dims, ops, sorted(set(taps)), span
         self.tp = tp
         self.heads = dims.num_attention_heads // tp.ranks("o_proj")
-        self.head_dim = dims.qk_nope_head_dim + dims.qk_rope_head_dim
-        self.scale = softmax_scale(dims.rope, self.head_dim)
+        self.scale = softmax_scale(dims.rope, dims.qk_nope_head_dim + dims.qk_rope_head_dim)
         self.cos, self.sin = ops.rope_table(dims.rope, dims.qk_rope_head_dim, context)
         self.embedding = ops.upload(weights.embed)
         self.first_id = rank * len(weights.embed) if tp.ranks("embed_tokens") > 1 else 0

@@ -801,7 +801,7 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         )  # fmt: skip
 
     def trim(self) -> None:
-        """All weights are there: give back what was only needed to pack them."""
+        """Give back memory that nothing holds any more, such as what packing the weights needed."""
         self.launcher.trim()
 
     def upload(self, array):

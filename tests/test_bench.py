@@ -209,16 +209,20 @@ def test_help_says_what_holds_without_an_argument(capsys):
 # ---- a step and its parts ----------------------------------------------------------------------
 
 
+def config_of(house, device) -> str:
+    """The house's config of a fixed budget for this device; skips where the emulator is missing."""
+    if device == "emulate" and isinstance(launcher(device), str):
+        pytest.skip(launcher(device))  # its text says what the emulator lacks
+    return str(house / ("emulated.yaml" if device == "emulate" else "fixed.yaml"))
+
+
 @pytest.mark.parametrize("device, more", (("cpu", ["auto"]), ("emulate", [])))
 def test_a_step_in_parts(device, more, house, monkeypatch, capsys):
-    file = "fixed.yaml"
+    file = config_of(house, device)
     if device == "emulate":
-        if isinstance(launcher(device), str):
-            pytest.skip(launcher(device))  # its text says what the emulator lacks
-        file = "emulated.yaml"
         monkeypatch.setattr(bench_step, "REPEATS", 1)
         monkeypatch.setattr(bench_step, "SCRIPTS", bench_step.SCRIPTS[::3])
-    argv = ["step", "--config", str(house / file), "--device", device, "--contexts", "20",
+    argv = ["step", "--config", file, "--device", device, "--contexts", "20",
             "--max-tokens", "9", "--budgets", "8", *more, "--repeats", "1"]  # fmt: skip
     assert bench.main(argv) == 0
     head, _, *lines = capsys.readouterr().out.splitlines()
@@ -238,10 +242,7 @@ def test_a_step_in_parts(device, more, house, monkeypatch, capsys):
 
 def stepping(house, device, max_tokens=12):
     """An engine of the house on this device, and a sequence of it that decodes next."""
-    if device == "emulate" and isinstance(launcher(device), str):
-        pytest.skip(launcher(device))  # as above
-    file = "emulated.yaml" if device == "emulate" else "fixed.yaml"
-    made = engine.Engine(config.load(str(house / file)), device)
+    made = engine.Engine(config.load(config_of(house, device)), device)
     sequence = made.submit(range(20), SamplingParams(max_tokens=max_tokens, ignore_eos=True))
     while not sequence.n_emitted:
         made.advance(sequence)
@@ -294,9 +295,7 @@ def test_the_drafter_s_time_is_of_both_its_parts(house, monkeypatch):
 def test_every_context_has_an_engine_of_its_size(device, house, monkeypatch):
     """As one that was loaded for it: cache, page tables of rounds. The one before is gone, and the
     weights are loaded once."""
-    if device == "emulate" and isinstance(launcher(device), str):
-        pytest.skip(launcher(device))  # as above
-    file = str(house / ("emulated.yaml" if device == "emulate" else "fixed.yaml"))
+    file = config_of(house, device)
     loads, sizes, caches, load = [], [], [], engine.Engine.load
     monkeypatch.setattr(engine.Engine, "load", lambda self: loads.append(self) or load(self))
 
