@@ -21,7 +21,8 @@ Regret, in seconds against the best fixed choice, with costs as measured:
   has changed is left once ln(1 + g / h) / (1 - KEPT) drafts have been seen. That costs less than
   what g gains in 1 / (1 - KEPT) drafts, however large h is. Beside plain decoding, drafts are seen
   as often as they are watched.
-- A text begins with what others of its kind have shown, which weighs as much as PRIOR drafts.
+- A text begins with what others of its kind have shown, which weighs as much as PRIOR drafts, and
+  FEW tokens in what comes of claims.
 - Drafts give way to plain decoding when they lose by more than the evidence may be wrong by.
 Nothing here can change a token.
 """
@@ -43,7 +44,7 @@ NODES = (2, 4, *(n for e in range(3, 11) for n in (2**e, 3 * 2 ** (e - 1))))
 KEPT = 0.93  # of evidence, a text's or all texts', after a draft
 LASTING = 0.99  # of all texts' that says how true each choice's claims are
 PRIOR = 5.0  # drafts of a text that weigh as much as all texts, and of these as that all is equal
-FEW = 5.0  # tokens that they weigh as, in how much comes of claims lately
+FEW = 5.0  # claimed tokens that the same weigh as, in how much comes of claims lately
 UNSURE = 0.9  # standard errors by which drafts may lose to plain decoding and be kept
 LEARNING = 0.01  # of the time of plain decoding, and of drafts, that their evidence may take
 LESSONS = 8  # rounds of such evidence that may be saved up: to be sure of a change at once
@@ -323,7 +324,9 @@ class Auto:
     # -- the choice
 
     def outlook(self, sequence) -> Outlook:
-        """What to expect of this text's drafts."""
+        """What to expect of this text's drafts. How true claims are: by choice, what the kind has
+        shown for long, times a factor of all, which the largest choice shows lately. A text's
+        factor and claims begin with its kind's."""
         kind, text = self.kinds[sequence.params.greedy], self.texts.get(sequence)
         lasting, prior = self.lasting[sequence.params.greedy], PRIOR * self.prior + TINY
         ratio = (lasting.tokens + prior) / (lasting.claims + prior)

@@ -24,8 +24,8 @@ HEAD_STEPS = 8  # steps of one part that a warp of absorb_mma holds at most
 HEAD_ROWS = 16  # rows of a block of absorb_mma
 QUERY_ROWS = 8  # of a block of query_mma
 MOST_QUERIES = 16  # rows up to which it is taken
-QUERY_HEADS = 20  # heads up to which its clusters, of up to CLUSTER blocks, run all at once
-CLUSTER = 8
+QUERY_HEADS = 20  # heads up to which it is taken: clusters of one block of rows run all at once
+CLUSTER = 8  # blocks that share a head at most
 EXPERT_ROWS = 128  # rows of one launch over the experts
 DOWN_ROWS = (128, 64, 32, 16, 8)  # of one launch of expert_down_mma: the most that a block can hold
 TILE_GROUP = 288  # bytes of a quantisation group of a tile of 16 rows: see kernels.cu
@@ -315,6 +315,7 @@ class QueryShape:
 
     @property
     def shared_bytes(self) -> int:
+        """Of a block: weights and barriers, normed rows or sums, rows to be absorbed."""
         tiles, rows = self.tiles // self.blocks, QUERY_ROWS
         normed = max(rows * (2 * self.lora + 64), WARPS * tiles * 512)
         own = tiles * (32 * self.lora + 8 * WARPS) + 4 * self.lora
