@@ -444,12 +444,16 @@ class Auto:
 
     def hear(self, sequence, choice: Choice, got: int) -> None:
         """How far the walk of a bare draft got. With others it would have got so many times as far
-        as with this one as is expected; its claims are taken for an average draft's."""
+        as with this one as is expected. Its claims are taken for those of an average draft that was
+        seen: for those of `outlook`, which reckons with what comes of them, they could grow without
+        end."""
         if choice not in self.choices or self.ends(sequence):
             return
         mean, at = self.known(sequence)[0], self.choices.index(choice)
         tokens = np.minimum(mean * got / max(mean[at], TINY), self.depth)
-        self.add(sequence, tokens, self.outlook(sequence).claims)
+        claims = self.outlook(sequence).claims  # of the first
+        for seen in self.evidence(sequence):
+            seen.add(tokens, seen.claims / seen.n if seen.n else claims)
 
     def ends(self, sequence) -> bool:
         """Near its end a text takes smaller trees: they say nothing of others."""
@@ -483,6 +487,10 @@ class Auto:
 
     def add(self, sequence, tokens: np.ndarray, claims: np.ndarray) -> None:
         """To what is known of this text, and of all of its kind."""
-        greedy = sequence.params.greedy
-        for seen in (self.text(sequence).evidence, self.kinds[greedy], self.lasting[greedy]):
+        for seen in self.evidence(sequence):
             seen.add(tokens, claims)
+
+    def evidence(self, sequence) -> tuple[Evidence, ...]:
+        """Of this text, and of all of its kind: lately, and over a long time."""
+        greedy = sequence.params.greedy
+        return self.text(sequence).evidence, self.kinds[greedy], self.lasting[greedy]

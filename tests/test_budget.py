@@ -260,6 +260,16 @@ class TestChoice:
         auto.hear(text, auto.scored(alone), 0)
         assert (auto.known(text)[0] == after).all()
 
+    def test_bare_drafts_claim_no_more_for_being_many(self):
+        """What was claimed stays, however many walks get nowhere near what would pay."""
+        auto, text, rng = Auto(DEPTH, 24, 99), Text(left=10**6), np.random.default_rng(0)
+        auto.measure(lambda c: STEEP[c.budget] + 0.1 * (c.budget > 1 and c.scored > 0), True)
+        teach(auto, text, 0.3)
+        before, small = auto.outlook(text).claims, auto.choices[1]
+        for _ in range(3000):
+            auto.hear(text, small, int(rng.random() < 0.3))
+        assert auto.outlook(text).claims == pytest.approx(before, rel=0.3)
+
     def test_rows_of_all_sequences_are_bounded(self):
         auto, texts = auto_of(FLAT, rows=10), [Text(left=10**6) for _ in range(4)]
         for text in texts:
