@@ -211,9 +211,9 @@ def changes(before: list[dict], now: list[dict]) -> list[dict]:
 
 
 def names_spread(row: dict) -> str | None:
-    """The measure whose spread a row states: the one in front of it."""
+    """The measure whose spread a row states: the one in front of it; "-" is none."""
     names = list(row)
-    return names[names.index("spread") - 1] if "spread" in names else None
+    return names[names.index("spread") - 1] if row.get("spread", "-") != "-" else None
 
 
 def limits(spread: object) -> tuple[float, float] | None:

@@ -79,6 +79,15 @@ def test_more_is_better_of_some_and_what_was_not_timed_is_left_out():
         bench.changes([row(10.0, "1-2")], [row("-", "-")])
 
 
+def test_a_row_that_states_no_spread_is_compared_all_the_same():
+    """As bench_step's of auto, which has no step of its own to time."""
+    was, now = (
+        {"mode": "tree, auto", "µs": "-", "spread": "-", "tok/ms good": v} for v in (1.0, 2.0)
+    )
+    [found] = bench.changes([was], [now])
+    assert (found["of"], found["beyond noise"]) == ("tok/ms good", "* better")
+
+
 @pytest.mark.parametrize("text", ("", "{}", "[]", "[1]"))
 def test_a_file_of_no_run_is_refused(text, tmp_path, capsys):
     (tmp_path / "x.json").write_text(text)
