@@ -374,8 +374,9 @@ class Engine:
                 try:
                     while not sequence.n_emitted and sequence.finish_reason is None:
                         self.advance(sequence)
-                    if sequence.finish_reason is None:
-                        self.measure(sequence)
+                    with self.lock:  # else another thread's steps would go on with this text
+                        if sequence in self.ready():
+                            self.measure(sequence)
                 finally:
                     self.cancel(sequence)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -643,6 +644,27 @@ def test_who_changes_to_auto_does_not_wait_for_it_later(tmp_path, warmed):
         while sequence.finish_reason is None:
             made.advance(sequence)
         assert made.auto.measured and warmed == [idle]
+
+
+def test_another_threads_text_waits_for_what_is_measured(tmp_path, monkeypatch):
+    """It comes while an idle engine changes to auto: a step of its own would end the measured text
+    between two of its rounds."""
+    made, seconds = toy.toy_engine(tmp_path, drafter={}, batch=2), Engine.seconds
+    [want], got = toy.decode(made, PROMPTS[:1], max_tokens=20), []
+    other = threading.Thread(target=lambda: got.extend(made.generate(PROMPTS[:1], params)))
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+
+    def timed(*what):
+        if other.ident is None:
+            other.start()
+            other.join(0.3)  # it is not through with its text before the measuring is
+        return seconds(*what)
+
+    monkeypatch.setattr(Engine, "seconds", timed)
+    made.use("tree", "auto")
+    other.join(60)
+    assert made.auto.measured and not made.running and not made.waiting
+    assert [r.token_ids for r in got] == [want.token_ids]
 
 
 # ---- scripted drafts over a real drafter -------------------------------------------------------
