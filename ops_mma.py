@@ -691,6 +691,7 @@ class TensorCoreKernels:
             return None
         shape = QueryShape(q_b.in_features, latent, key.columns, rope)
         whole = q_b.out_features == key.heads * (key.columns + rope) and key.outputs == latent
+        whole &= joined.out_features == shape.lora + latent + rope
         plain = q_b.wide == q_b.leaves == 1 and joined.out_features % 4 == 0
         if not (whole and plain and shape.fits and key.heads <= QUERY_HEADS):
             return None

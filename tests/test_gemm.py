@@ -19,6 +19,7 @@ import launchers
 import ops
 import ops_mma
 import reference
+from config import UserError
 from loader import quantise_int4
 from tests.conftest import launcher
 from tests.op_cases import YARN
@@ -256,6 +257,20 @@ def test_queries_of_few_rows_in_one_kernel(device: str, monkeypatch, sizes) -> N
         for have, want in zip(run(rows), together, strict=True):
             assert np.array_equal(have, want[rows]), rows
     assert "query_mma" in launched
+
+
+@pytest.mark.parametrize("wide", (768, 1280))
+def test_queries_of_another_width_than_q_b_s_are_refused(device: str, wide: int) -> None:
+    """query_mma would take q_b's width for that of a row, and read past its end."""
+    kernels, rng = kernels_on(device), np.random.default_rng(6)
+    weight = kernels.prepare_latent_inputs(draw(rng, wide, 64), draw(rng, 256 + 32, 64))
+    q_b = kernels.prepare(draw(rng, 2 * 64, 1024))
+    key, _ = kernels.prepare_heads(draw(rng, 2 * (32 + 32), 256), 2, 32, 32)
+    norms = [kernels.upload(np.ones(n, np.float32)) for n in (wide, 256)]
+    turn = *kernels.rope_table(YARN, 32, 64), kernels.launcher.upload(np.arange(3, dtype=np.int32))
+    x, out = kernels.launcher.upload(draw(rng, 3, 64)), kernels.activations((3, 256 + 32))
+    with pytest.raises(UserError, match="linear: x: expected bfloat16"):
+        kernels.latent_queries(x, weight, q_b, key, *norms, 1e-6, *turn, out)
 
 
 def experts_case(rng, hidden, width, experts, top_k, shared, rows):
