@@ -44,11 +44,11 @@ NAMES = ("op", "T", "context", "temperature", "mode")  # that say what a row is 
 MEASURES = {"µs": -1, "ms": -1, "tok/s": 1, "ms a step": -1, "tau": 1, "drafter": -1, "tree": -1}
 MEASURES |= {f"tok/ms {quality}": 1 for quality in ("perfect", "good", "mixed", "wrong")}
 LEAST = {"max_tokens": 2, "budgets": 1, "repeats": 1, "prompts": 1, "seeds": 1, "batch": 1}
-LEAST |= {"contexts": 1, "rows": 1}
+LEAST |= {"contexts": 1, "rows": 1, "span": 1}
 DEFAULTS = {  # of an argument: what it is for, and for all else
     "max_tokens": {"step": 65, "": 96},
     "repeats": {"step": 1, "": 5},  # of a large model, four scripts a mode
-    "contexts": {"prefill": [4096], "": [1000]},
+    "contexts": {"prefill": [4096], "ops": [1000, 8000, 32000], "": [1000]},
     "config": {"--tune": "k26-rank.yaml", "": "nano.yaml"},
     "rows": {
         "ops": [1, 2, 4, 8, 16, 32, 64, 128],
@@ -84,7 +84,8 @@ def main(argv: list[str] | None = None) -> int:
     some = f"of acceptance ({listed(TEMPERATURES)})"
     add("--temperatures", type=float, nargs="+", default=TEMPERATURES, help=some)
     add("--temperature", type=float, default=1.0, help="of step (%(default)s)")
-    lengths = f"of step and prefill: tokens of the prompt ({default_of('contexts')})"
+    lengths = "of step and prefill: tokens of the prompt; of ops: attention's positions "
+    lengths += f"({default_of('contexts')})"
     add("--contexts", type=int, nargs="+", help=lengths)
     seeds = "of acceptance, for each sampled prompt (%(default)s)"
     add("--seeds", type=int, default=1, help=seeds)
@@ -93,6 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--op", nargs="+", help="of ops: only those whose name has one of these words")
     add("--rows", type=int, nargs="+", help=f"T ({default_of('rows')})")
     add("--tp", type=int, choices=(2, 4, 8), default=2, help="of reduce: GPUs (%(default)s)")
+    add("--span", type=int, default=4, help="of ops: attention's leaves in a span (%(default)s)")
     add("--skew", action="store_true", help="of ops: 64 rows also over few experts")
     add("--tune", action="store_true", help="ops: time every launch of --config's products")
     add("--expect", action="store_true", help="of ops: what their bytes take at 1.79 TB/s alone")
@@ -231,10 +233,11 @@ def step(arguments) -> list[dict]:
 def operations(arguments) -> list[dict]:
     import bench_kernels  # needs a GPU: only when asked for
 
+    cases = bench_kernels.named(arguments.op, arguments.contexts, arguments.span)
     if arguments.expect:
-        return bench_kernels.expected(arguments.op, arguments.rows)
+        return bench_kernels.expected(cases, arguments.rows)
     need_gpu("ops")
-    return bench_kernels.table(arguments.op, arguments.rows, arguments.skew)
+    return bench_kernels.table(cases, arguments.rows, arguments.skew)
 
 
 def need_gpu(what: str, number: int = 1) -> None:

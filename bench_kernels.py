@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ GOALS_AT = 4555.0  # GB/s
 EXPECTED_AT = 1790.0  # GB/s, stated for the memory of the largest sm_120 cards: nothing is measured
 LAUNCHES = 32  # of the operation in one graph
 REPLAYS = 9
+WARM_SECONDS = 0.2
 COLD_BYTES = 400 << 20  # all sets together, if LAUNCHES allow
 CHECK_ROWS = 8  # rows of a batch that are also computed alone
 HIDDEN, WIDTH, EXPERTS, TOP_K = 7168, 256, 384, 8
@@ -257,9 +259,9 @@ class Context:
     of_rows: dict
 
 
-def attention_case(context: int, goals: dict, heads=8, latent=512, width=576) -> Case:
+def attention_case(context: int, goals: dict, heads=8, latent=512, width=576, span=4) -> Case:
     """Tree nodes that all follow the committed text; x is q."""
-    leaf, span = 64, 4
+    leaf = 64
     pages = context // leaf + 1
 
     def prepare(kernels, weights) -> Context:
@@ -300,12 +302,14 @@ CASES = (
     mlp_case("shared expert", WIDTH, {1: 6.0, 16: 6.6, 64: 10.5}),
     router_case({1: 5.2, 16: 5.6, 64: 8}),
     mlp_case("dense layer", 2304, {1: 27.0, 16: 27.0}),
-    attention_case(1000, {1: 7, 16: 9, 64: 15}),
-    attention_case(8000, {1: 10, 16: 18, 64: 30}),
-    attention_case(32000, {1: 16, 16: 26, 64: 66}),
     linear_case("lm_head", 20480, HIDDEN, 1, {1: 68, 16: 70, 64: 72}),
     layer_case({1: 24, 8: 25, 16: 28, 32: 33}),
 )
+ATTENTION_GOALS = {  # by positions
+    1000: {1: 7, 16: 9, 64: 15},
+    8000: {1: 10, 16: 18, 64: 30},
+    32000: {1: 16, 16: 26, 64: 66},
+}
 
 
 def launches(case: Case) -> int:
@@ -314,9 +318,10 @@ def launches(case: Case) -> int:
 
 
 def read_rate(kernels: ops.CudaOps, size: int = 4 << 30) -> float:
-    """GB/s of a plain read."""
-    array = matrix(kernels, 7, size // 8192, 4096)
-    kernels.read(array)
+    """GB/s of a plain read. A device that was idle reads slower at first: not timed."""
+    array, began = matrix(kernels, 7, size // 8192, 4096), time.perf_counter()
+    while time.perf_counter() - began < WARM_SECONDS:
+        kernels.launcher.seconds(lambda: kernels.read(array))
     times = [kernels.launcher.seconds(lambda: kernels.read(array)) for _ in range(REPLAYS)]
     return size / statistics.median(times) / 1e9
 
@@ -408,17 +413,21 @@ def time_case(
     return times[2:], statistics.mean(traffic[3:])
 
 
-def named(names: Sequence[str] | None) -> list[Case]:
-    cases = [c for c in CASES if not names or any(n in c.name for n in names)]
+def named(names: Sequence[str] | None, contexts: Sequence[int], span: int) -> list[Case]:
+    """Cases whose name has one of these words, all by default; attention behind so many positions,
+    with `span` leaves in a span."""
+    attention = (attention_case(n, ATTENTION_GOALS.get(n, {}), span=span) for n in contexts)
+    every = [*CASES, *attention]
+    cases = [c for c in every if not names or any(n in c.name for n in names)]
     if not cases:
-        raise UserError(f"--op: none of {names}; there are {', '.join(c.name for c in CASES)}")
+        raise UserError(f"--op: none of {names}; there are {', '.join(c.name for c in every)}")
     return cases
 
 
-def expected(names: Sequence[str] | None, all_rows) -> list[dict]:
+def expected(cases: Sequence[Case], all_rows) -> list[dict]:
     """One row an operation and number of rows, without a GPU: bytes, and how long they take."""
     lines = []
-    for case in named(names):
+    for case in cases:
         for rows in all_rows:
             ids = routing(np.random.default_rng(rows), rows, EXPERTS)[0]
             moved = case.traffic(rows, ids)
@@ -430,13 +439,12 @@ def at_rate(moved: float) -> dict[str, float]:
     return {f"µs at {EXPECTED_AT / 1e3:g} TB/s": moved / EXPECTED_AT / 1e3}
 
 
-def table(names: Sequence[str] | None, all_rows, skew: bool, launcher=None) -> list[dict]:
+def table(cases: Sequence[Case], all_rows, skew: bool, launcher=None) -> list[dict]:
     """One row an operation and number of rows; a time only where the check has passed."""
     launcher = launcher or launchers.CudaLauncher()
     kernels = ops.CudaOps("bfloat16", launcher=launcher)
     poisoned = ops.CudaOps("bfloat16", launcher=launcher, poison=True)
     truth = ops.CudaOps("float32", launcher=launcher)
-    cases = named(names)
     rate = read_rate(kernels)
     lines = []
     work = tqdm([(c, r) for c in cases for r in all_rows], disable=not sys.stderr.isatty())

@@ -730,8 +730,8 @@ LATENT_SPANS(8)
 // Queries and leaves lie in blocks of 64 rows x 128 bytes, whose 16-byte pieces are swizzled. Every block
 // of a leaf is loaded, and given free, by itself, so that leaves arrive while others are worked on. Units,
 // tables and committed leaves are read while the kernel in front still runs: it must be none that wrote them.
-// grid: as latent_spans_mma; block WARPGROUP_THREADS; shared: two leaves, queries, P [64, 64], Gates. Nothing
-// aliases.
+// grid: as latent_spans_mma; block WARPGROUP_THREADS; shared: two leaves, queries, P [64, 64], Gates, none
+// in place of another.
 static_assert(WARPGROUP_THREADS == 3 * 128, "two warpgroups add, one loads");
 constexpr int BLOCK = 64 * 128;
 constexpr int BLOCKS = KEY_WIDTH / 64;

@@ -6,8 +6,9 @@
 // steps of 32 columns, ascending, two mma each; in both lane (g, t) holds columns 8t .. 8t + 3 or
 // 8t + 4 .. 8t + 7 of the step, which are 16 neighbouring bytes of x.
 //
-// All copies of weights are asynchronous, through a ring of STAGES places (-DSTAGES) a warp, or a
-// block in wide_mma.
+// Weights of linear_mma and wide_mma are copied asynchronously, through a ring of STAGES places
+// (-DSTAGES) a warp or a block; absorb_mma and query_mma, short kernels, fetch all of theirs before
+// their input is there.
 
 // ==== read ====
 
@@ -745,7 +746,7 @@ absorb_v_mma(const bf16* o,       // [T, H, latent]
 
 // From what q_a and kv_a gave to the absorbed query and the cache entries, bit for bit as query_entry,
 // linear_mma and latent_query_mma make them: three short kernels that wait for each other more than they
-// work. -DMOST rows (8, one side of an mma) of a head have a cluster of -DBLOCKS blocks. Each norms all
+// work. -DQUERY_ROWS rows (8, one side of an mma) of a head have a cluster of -DBLOCKS blocks. Each norms all
 // rows for itself, a warp a row, has -DTILES tiles of 16 columns of the head's query, whose K its
 // warps share, and sends the columns to be absorbed to the others; then each of its warps has a tile
 // of 16 of the absorbed ones. The cluster behind the last head makes the entries. A row of q_lora has
@@ -758,7 +759,7 @@ constexpr int ROW = 2 * LORA + 64;       // bytes of a normed row: fragments of 
 constexpr int NOPE_ROW = 2 * NOPE + 64;  // likewise
 static_assert(LORA % (32 * WARPS) == 0 && LORA <= 8 * THREADS && LATENT <= 8 * THREADS, "as in rms_norm");
 static_assert(BLOCKS * COLUMNS == NOPE + ROPE && KEY_TILES <= BLOCKS * WARPS && BLOCKS <= WARPS, "shares");
-static_assert(MOST * COLUMNS / 2 <= THREADS && MOST <= WARPS && ROPE <= 64, "a thread a pair");
+static_assert(QUERY_ROWS * COLUMNS / 2 <= THREADS && QUERY_ROWS <= WARPS && ROPE <= 64, "a thread a pair");
 
 // A warp makes the norm of a row of EIGHTS times 32 eights, as rms_norm does in one block: lane l has what
 // thread 32j + l has there. weight: in shared memory.
@@ -796,25 +797,27 @@ DEVICE void fetch_weights(const float* from, float* to, int n) {
 }
 
 // The cache entries, a warp a row: as latent_entry.
-DEVICE void make_entries(int row, const float* kv, const float* weight, float* weights,
-                         const float* cosines, const float* sines, const int* positions, bf16* out,
-                         int T, float inverse_latent, float eps) {
-  const int lane = threadIdx.x & 31;
-  fetch_weights(weight, weights, LATENT);
+DEVICE void make_entries(int rows, const float* sums, int stride, const float* kv_weight, float* room,
+                         const float* cosines, const float* sines, const int* positions, bf16* entries,
+                         float inverse_latent, float eps) {
+  const int lane = threadIdx.x & 31, row = threadIdx.x / 32;
+  fetch_weights(kv_weight, room, LATENT);
   grid_dependency_launch();
   grid_dependency_wait();
-  if (row >= T) return;
+  if (row >= rows) return;
+  const float* kv = sums + (i64)row * stride + LORA;
+  bf16* out = entries + (i64)row * (LATENT + ROPE);
   if (lane < ROPE / 2) {
     const i64 angle = (i64)positions[row] * (ROPE / 2) + lane;
     const float* pair = kv + LATENT + 2 * lane;
     bf16* to = out + LATENT + lane;
     rotate(pair[0], pair[1], cosines[angle], sines[angle], to, to + ROPE / 2);
   }
-  norm_row<ENTRY_EIGHTS>(kv, weights, out, inverse_latent, eps);
+  norm_row<ENTRY_EIGHTS>(kv, room, out, inverse_latent, eps);
 }
 
 // Shared: the head's part of q_b, then normed rows, whose place sums take, then rows of columns to be
-// absorbed, then weights of the norm, then barriers. grid ((H + 1) * BLOCKS, ceil(T / MOST)).
+// absorbed, then weights of the norm, then barriers. grid ((H + 1) * BLOCKS, ceil(T / QUERY_ROWS)).
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1) query_mma(
     const float* sums,         // [T, stride]: q_a's LORA, then kv_a's LATENT + ROPE; 16-byte aligned
     const float* q_weight,     // [LORA]
@@ -828,20 +831,21 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     bf16* entries,             // [T, LATENT + ROPE]
     int T, int H, int stride, float inverse_q, float inverse_latent, float eps) {
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ __align__(16) bf16 own[MOST][COLUMNS];
+  __shared__ __align__(16) bf16 own[QUERY_ROWS][COLUMNS];
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int head = blockIdx.x / BLOCKS, rank = blockIdx.x % BLOCKS, first = rank * COLUMNS;
-  const int begin = blockIdx.y * MOST, mine = begin + warp;  // the block's first row, this warp's
-  T = min(T - begin, MOST);
-  if (head == H) {
-    make_entries(rank == 0 ? warp : T, sums + (i64)mine * stride + LORA, kv_weight, (float*)memory, cosines,
-                 sines, positions + begin, entries + (i64)mine * (LATENT + ROPE), T, inverse_latent, eps);
+  const int begin = blockIdx.y * QUERY_ROWS;
+  sums += (i64)begin * stride, positions += begin, out += (i64)begin * H * (LATENT + ROPE);
+  T = min(T - begin, QUERY_ROWS);
+  if (head == H) {  // one block has work
+    make_entries(rank == 0 ? T : 0, sums, stride, kv_weight, (float*)memory, cosines, sines, positions,
+                 entries + (i64)begin * (LATENT + ROPE), inverse_latent, eps);
     return;
   }
   unsigned char* normed = memory + TILES * WARPS * PIECE;
   float4* parts = (float4*)normed;  // [WARPS, TILES, 32]
-  unsigned char* nopes = normed + max(MOST * ROW, WARPS * TILES * 512);
-  float* weights = (float*)(nopes + MOST * NOPE_ROW);  // [LORA]
+  unsigned char* nopes = normed + max(QUERY_ROWS * ROW, WARPS * TILES * 512);
+  float* weights = (float*)(nopes + QUERY_ROWS * NOPE_ROW);  // [LORA]
   u64* barriers = (u64*)(weights + LORA);
 
   Ring<TILES> ring(memory + warp * TILES * PIECE, barriers + warp * TILES, PIECE);
@@ -868,11 +872,11 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
   const bool turns = row < T && first + column >= NOPE;
   float c = 0.0f, s = 0.0f;
   if (turns) {
-    const i64 angle = (i64)positions[begin + row] * (ROPE / 2) + pair;
+    const i64 angle = (i64)positions[row] * (ROPE / 2) + pair;
     c = cosines[angle], s = sines[angle];
   }
   if (warp < T)
-    norm_row<Q_EIGHTS>(sums + (i64)mine * stride, weights, (bf16*)(normed + warp * ROW), inverse_q, eps);
+    norm_row<Q_EIGHTS>(sums + (i64)warp * stride, weights, (bf16*)(normed + warp * ROW), inverse_q, eps);
   __syncthreads();  // all rows are normed before they are multiplied
 
   float sum[TILES][4] = {};
@@ -917,7 +921,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     }
   }
   if (turns) {
-    bf16* to = out + ((i64)(begin + row) * H + head) * (LATENT + ROPE) + LATENT + pair;
+    bf16* to = out + ((i64)row * H + head) * (LATENT + ROPE) + LATENT + pair;
     const float x = to_float(own[row][column]), y = to_float(own[row][column + 1]);
     rotate(x, y, c, s, to, to + ROPE / 2);
   }
@@ -933,7 +937,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     mma_bf16(absorbed, front, b.x, b.y);
     mma_bf16(absorbed, back, b.z, b.w);
   }
-  bf16* to = out + ((i64)(begin + 2 * t) * H + head) * (LATENT + ROPE) + tile * 16 + 2 * g;
+  bf16* to = out + ((i64)(2 * t) * H + head) * (LATENT + ROPE) + tile * 16 + 2 * g;
   if (2 * t < T) store_pair(to, absorbed[0], absorbed[2]);
   if (2 * t + 1 < T) store_pair(to + (i64)H * (LATENT + ROPE), absorbed[1], absorbed[3]);
 }

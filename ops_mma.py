@@ -24,7 +24,7 @@ HEAD_STEPS = 8  # steps of one part that a warp of absorb_mma holds at most
 HEAD_ROWS = 16  # rows of a block of absorb_mma
 QUERY_ROWS = 8  # of a block of query_mma
 MOST_QUERIES = 16  # rows up to which it is taken
-QUERY_HEADS = 20  # heads up to which it is taken: clusters of one block of rows run all at once
+QUERY_BLOCKS = 132  # of a grid of it at most: more do not run at once, and then it is no gain
 CLUSTER = 8  # blocks that share a head at most
 EXPERT_ROWS = 128  # rows of one launch over the experts
 DOWN_ROWS = (128, 64, 32, 16, 8)  # of one launch of expert_down_mma: the most that a block can hold
@@ -304,7 +304,7 @@ class QueryShape:
     @property
     def defines(self) -> Defines:
         return (
-            ("MOST", QUERY_ROWS),
+            ("QUERY_ROWS", QUERY_ROWS),
             ("BLOCKS", self.blocks),
             ("TILES", self.tiles // self.blocks),
             ("Q_EIGHTS", self.lora // 256),
@@ -693,7 +693,9 @@ class TensorCoreKernels:
         whole = q_b.out_features == key.heads * (key.columns + rope) and key.outputs == latent
         whole &= joined.out_features == shape.lora + latent + rope
         plain = q_b.wide == q_b.leaves == 1 and joined.out_features % 4 == 0
-        if not (whole and plain and shape.fits and key.heads <= QUERY_HEADS):
+        if not (whole and plain and shape.fits):
+            return None
+        if (key.heads + 1) * shape.blocks * ceil(n, QUERY_ROWS) > QUERY_BLOCKS:
             return None
         static = 32 * QUERY_ROWS * (shape.tiles // shape.blocks)
         return shape if shape.shared_bytes + static <= limits.shared_bytes else None

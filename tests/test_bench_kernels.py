@@ -31,6 +31,7 @@ def small(monkeypatch) -> launchers.EmulatorLauncher:
         bench_kernels.router_case({}),
         bench_kernels.mixture_case({}),
         bench_kernels.attention_case(100, {}, heads=2, latent=32, width=48),
+        bench_kernels.attention_case(200, {}, heads=2, latent=32, width=48, span=2),
         bench_kernels.layer_case({}),
     )
     monkeypatch.setattr(bench_kernels, "CASES", cases)
@@ -39,14 +40,14 @@ def small(monkeypatch) -> launchers.EmulatorLauncher:
 
 
 def test_every_operation_is_checked_and_timed(small) -> None:
-    rows = bench_kernels.table(None, [1, 9], False, small)
+    rows = bench_kernels.table(bench_kernels.CASES, [1, 9], False, small)
     assert [(r["op"], r["T"]) for r in rows] == [
         (c.name, t) for c in bench_kernels.CASES for t in (1, 9)
     ]
     for row in rows:
         assert row["identical"] == "yes" and row["µs"] > 0 and row["floor"] > 0
     assert rows[1]["goal"] == pytest.approx(45.55) and rows[0]["goal"] == "-"
-    assert bench.table(rows).count("\n") == 15
+    assert bench.table(rows).count("\n") == 17
 
 
 def test_no_time_for_a_wrong_result(small, monkeypatch) -> None:
@@ -60,10 +61,10 @@ def test_no_time_for_a_wrong_result(small, monkeypatch) -> None:
         return y
 
     monkeypatch.setattr(ops.CudaOps, "linear", wrong)
-    [row] = bench_kernels.table(["o_proj"], [9], False, small)
+    [row] = bench_kernels.table(bench_kernels.named(["o_proj"], [], 4), [9], False, small)
     assert (row["µs"], row["alone"], row["identical"]) == ("-", "0/8", "NO")
     monkeypatch.setattr(ops.CudaOps, "linear", lambda *a: kernels(*a) * (1 + (a[0].poison)))
-    [row] = bench_kernels.table(["o_proj"], [9], False, small)
+    [row] = bench_kernels.table(bench_kernels.named(["o_proj"], [], 4), [9], False, small)
     assert (row["µs"], row["identical"]) == ("-", "NO")
     for checked in (bench_kernels.Checked(1.0, 8, 8), bench_kernels.Checked(0.0, 0, 0)):
         with pytest.raises(UserError, match="not checked, so not timed"):
