@@ -296,7 +296,8 @@ class QueryShape:
             and parts_of(self.lora) == WARPS
             and parts_of(self.nope) == 1
             and self.nope % STEP == self.rope % 2 == (self.nope + self.rope) % 16 == 0
-            and self.rope <= 64
+            and 0 < self.rope <= 64
+            and self.nope > 0
             and self.latent // 16 <= self.blocks * WARPS
             and QUERY_ROWS * self.tiles // self.blocks * 8 <= THREADS
         )

@@ -210,7 +210,8 @@ def test_help_says_what_holds_without_an_argument(capsys):
     for said in (
         "(nano.yaml; of --tune k26-rank.yaml)", "(auto)", "(96; of step 65)", "(8 16 32 auto)",
         "(5; of step 1)", "(tests/data/heldout_prompts.jsonl)", "(100)", "(0.0 0.7 1.0)", "(1.0)",
-        "(1000; of prefill 4096; of ops 1000 8000 32000)", "of reduce 1 8 16 32 64; of prefill 256 1024)", "GPUs (2)",
+        "(1000; of prefill 4096; of ops 1000 8000 32000)",
+        "of reduce 1 8 16 32 64; of prefill 256 1024)", "GPUs (2)",
     ):  # fmt: skip
         assert said in text
 
