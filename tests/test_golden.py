@@ -100,14 +100,19 @@ def set_dims(**changes):
     return change
 
 
+def plain_scale(model) -> float:
+    """Of scores, without what YaRN adds to it."""
+    return (model.dims.qk_nope_head_dim + model.dims.qk_rope_head_dim) ** -0.5
+
+
 def without_mscale_squared(model) -> None:
-    assert model.scale > 1.01 * model.head_dim**-0.5
-    model.scale = model.head_dim**-0.5
+    assert model.scale > 1.01 * plain_scale(model)
+    model.scale = plain_scale(model)
 
 
 def with_mscale_once(model) -> None:
     rope = model.dims.rope
-    model.scale = model.head_dim**-0.5 * yarn_mscale(rope.factor, rope.mscale_all_dim)
+    model.scale = plain_scale(model) * yarn_mscale(rope.factor, rope.mscale_all_dim)
 
 
 def rotation(model, rope: config.Rope):
