@@ -141,16 +141,17 @@ def between(engine: Engine, sequence: Sequence) -> float:
 
 
 def launched(ops, run: Callable[[], tuple]) -> list:
-    """What `run` launches, once, as it is recorded."""
+    """What `run` launches, once. Recording runs it before, and its launches are those that are given
+    back: what they read is there, and stays, while the recorded ones' arrays were never written."""
     found: list = []
     ops.listener = found.append
     try:
         ops.capture(run)
     finally:
         ops.listener = None
-    half = len(found) // 2  # recording runs it once before
+    half = len(found) // 2
     names = [launch.kernel for launch in found]
-    return found[half:] if names[:half] == names[half:] else found
+    return found[:half] if names[:half] == names[half:] else found
 
 
 def seconds_of(ops, launches: list, turns: int) -> float:

@@ -354,6 +354,19 @@ def test_prompts_in_pieces(house, tmp_path, capsys):
 # ---- --profile ---------------------------------------------------------------------------------
 
 
+def test_a_profile_starts_again_what_has_run():
+    """Recording runs a round, then records it: the recorded launches' arrays were never written."""
+    ran = []
+
+    def run() -> tuple:
+        ran.append(SimpleNamespace(kernel="route", run=len(ran)))
+        ops.listener(ran[-1])
+        return ()
+
+    ops = SimpleNamespace(listener=None, capture=lambda run: (run(), run()))
+    assert profiler.launched(ops, run) == ran[:1] and len(ran) == 2
+
+
 @pytest.mark.parametrize("device", ("cpu", "emulate"))
 def test_a_profile_adds_up_to_the_step(device, house, capsys):
     if device == "emulate" and isinstance(launcher(device), str):
