@@ -141,8 +141,8 @@ def between(engine: Engine, sequence: Sequence) -> float:
 
 
 def launched(ops, run: Callable[[], tuple]) -> list:
-    """What `run` launches, once. Recording runs it before, and its launches are those that are given
-    back: what they read is there, and stays, while the recorded ones' arrays were never written."""
+    """What `run` launches, once: of recording, which runs it before, what has run. All that it read
+    is there, and stays; arrays of what was only recorded were never written."""
     found: list = []
     ops.listener = found.append
     try:
