@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from config import UserError
 from engine import Engine
+from ops import that_ran
 from request import Sequence
 from rounds import Rounds, penalised, sampled
 from sampling import SamplingParams
@@ -141,17 +142,14 @@ def between(engine: Engine, sequence: Sequence) -> float:
 
 
 def launched(ops, run: Callable[[], tuple]) -> list:
-    """What `run` launches, once: of recording, which runs it before, what has run. All that it read
-    is there, and stays; arrays of what was only recorded were never written."""
+    """What `run` launches, once."""
     found: list = []
     ops.listener = found.append
     try:
         ops.capture(run)
     finally:
         ops.listener = None
-    half = len(found) // 2
-    names = [launch.kernel for launch in found]
-    return found[:half] if names[:half] == names[half:] else found
+    return that_ran(found)
 
 
 def seconds_of(ops, launches: list, turns: int) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 import ops as kernels
 from config import DeviceFault, UserError
 from engine import Engine
-from ops import CudaOps, Launch
+from ops import CudaOps, Launch, that_ran
 from request import Result
 from sampling import SamplingParams
 
@@ -228,14 +228,10 @@ class Watch:
         finally:
             engine.ops.listener = None
             engine.cancel(sequence)  # where a kernel has failed
-        half = len(launches) // 2  # a step that is recorded runs once before
-        names = [launch.kernel for launch in launches]
-        if names[:half] == names[half:]:
-            launches = launches[half:]
         result = sequence.result()
         if result.error:
             raise UserError(f"golden prompt: {result.error}")
-        return Golden(result, launches)
+        return Golden(result, that_ran(launches))
 
     def twin(self) -> Result:
         """The same prompt by the reference operations."""
