@@ -48,7 +48,7 @@ LEAST |= {"contexts": 1, "rows": 1, "span": 1}
 DEFAULTS = {  # of an argument: what it is for, and for all else
     "max_tokens": {"step": 65, "": 96},
     "repeats": {"step": 1, "": 5},  # of a large model, four scripts a mode
-    "contexts": {"prefill": [4096], "ops": [1000, 8000, 32000], "": [1000]},
+    "contexts": {"prefill": [1024], "ops": [1000, 8000, 32000], "": [1000]},
     "config": {"--tune": "k26-rank.yaml", "": "nano.yaml"},
     "rows": {
         "ops": [1, 2, 4, 8, 16, 32, 64, 128],
@@ -363,6 +363,8 @@ def acceptance(arguments) -> list[dict]:
     if engine.drafter is None:
         raise UserError(f"{arguments.config}: draft.path is not set; acceptance needs a drafter")
     texts = held_out(arguments.file, arguments.prompts)
+    first = SamplingParams(max_tokens=1)
+    decode(engine, [(text, first) for text in texts], "prompts")  # no mode alone pays for them
     rows = []
     for temperature in arguments.temperatures:
         asked = []

@@ -420,7 +420,7 @@ def named(names: Sequence[str] | None, contexts: Sequence[int], span: int) -> li
     every = [*CASES, *attention]
     cases = [c for c in every if not names or any(n in c.name for n in names)]
     if not cases:
-        raise UserError(f"--op: none of {names}; there are {', '.join(c.name for c in every)}")
+        raise UserError(f"--op: none of {names}; there are {'; '.join(c.name for c in every)}")
     return cases
 
 

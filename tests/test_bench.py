@@ -193,7 +193,7 @@ def test_one_line_ends(error, code, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "what, expected", (("speed", (96, 5)), ("step", (65, 1, [1000])), ("prefill", (96, 5, [4096])))
+    "what, expected", (("speed", (96, 5)), ("step", (65, 1, [1000])), ("prefill", (96, 5, [1024])))
 )
 def test_what_is_not_asked_for(what, expected, monkeypatch):
     asked = []
@@ -210,7 +210,7 @@ def test_help_says_what_holds_without_an_argument(capsys):
     for said in (
         "(nano.yaml; of --tune k26-rank.yaml)", "(auto)", "(96; of step 65)", "(8 16 32 auto)",
         "(5; of step 1)", "(tests/data/heldout_prompts.jsonl)", "(100)", "(0.0 0.7 1.0)", "(1.0)",
-        "(1000; of prefill 4096; of ops 1000 8000 32000)",
+        "(1000; of prefill 1024; of ops 1000 8000 32000)",
         "of reduce 1 8 16 32 64; of prefill 256 1024)", "GPUs (2)",
     ):  # fmt: skip
         assert said in text

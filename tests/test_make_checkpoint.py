@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import oracle
@@ -308,14 +309,17 @@ def size_of(directory) -> int:
 def test_presharded_parts_are_the_ranks_parts(made, tmp_path, size, capsys):
     out = tmp_path / "cut"
     assert preshard.main([str(made), str(out), "--size", str(size)]) == 0
-    says, _, written = capsys.readouterr().out.removesuffix(" GiB\n").rpartition(", ")
+    first, use, _ = capsys.readouterr().out.split("\n")
+    says, _, written = first.removesuffix(" GiB").rpartition(", ")
     assert says == f"{out}: parts of {made} for tp.size {size}"
+    assert use == f"now: a config with model.path: {out} and tp.size: {size}"
     assert float(written) == pytest.approx(size_of(out) / 2**30, rel=0.01)
     whole, model = open_both(made)
     tp, plans, parts = config.TensorParallel(size=size), [], []
     for rank in range(size):
         mine = loader.open_checkpoint(out, rank=rank, size=size)
         assert (mine.directory / "tiktoken.model").exists()
+        assert not list(mine.directory.glob("*.yaml"))  # those of the whole one
         a, b = (loader.plan_target(c, model, tp=tp, rank=rank) for c in (whole, mine))
         plans.append(b)
         parts.append(loader.load_target(a))
@@ -324,6 +328,20 @@ def test_presharded_parts_are_the_ranks_parts(made, tmp_path, size, capsys):
         assert read < b.bytes * 1.01 + 10_000
     for part, weights in zip(parts, load_together(plans, tmp_path / "memory"), strict=True):
         assert_same(part, weights)  # there is nothing that ranks could read for each other
+
+
+def test_parts_that_find_no_room_are_not_begun(made, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "new" / "cut"
+    monkeypatch.setattr(preshard.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    assert preshard.main([str(made), str(out), "--size", "2"]) == 2
+    assert "GiB, 0.0 are free there" in capsys.readouterr().err and not out.parent.exists()
+
+
+def test_too_few_experts_are_refused_before_anything_is_made(tmp_path, capsys):
+    assert make_checkpoint.main([str(tmp_path / "out"), "--experts", "4"]) == 2
+    said = capsys.readouterr().err
+    assert "--experts" in said and "expected at most n_routed_experts, 4, got 8" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_presharded_drafter(made, tmp_path):

@@ -264,13 +264,13 @@ def write_target(
     progress: bool = False,
 ) -> dict:
     """A target with `changes` to the published text config; returns its whole config.json."""
-    directory.mkdir(parents=True, exist_ok=True)
     raw = json.loads((PUBLISHED / "config.json").read_text())
     text = raw["text_config"] | (changes or {})
     first = text["vocab_size"] - 256  # control id; the vocabulary has at least 512
     text |= {"bos_token_id": first, "eos_token_id": first + 2, "pad_token_id": first + 255}
     raw["text_config"] = text
-    config.parse_model(raw, source=str(directory / "config.json"))  # refuses what cannot be
+    config.parse_model(raw, source="--layers, --experts, --set")  # refuses what cannot be
+    directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     write_vocabulary(directory, text["vocab_size"], [first + 1, first + 2])
     prefix = loader.PREFIX
@@ -331,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("out", type=Path, help="directory to write")
     add("--layers", type=int, help="of the published 61; the first is dense")
-    add("--experts", type=int, help="of the published 384")
+    add("--experts", type=int, help="of the published 384, at least num_experts_per_tok (8)")
     add("--set", action="append", default=[], metavar="KEY=JSON", help="change of the text config")
     add(
         "--set-drafter",
@@ -340,7 +340,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="KEY=JSON",
         help="change of the drafter's config, say sliding_window=2048 and use_sliding_window=true",
     )
-    add("--no-drafter", action="store_true")
+    add("--no-drafter", action="store_true", help="the target alone")
     add("--shards", type=int, default=0, help="of the target (one a layer and some, at most 64)")
     add("--seed", type=int, default=0)
     add("--headers-only", action="store_true", help="sparse files: no weights but weight_shape")

@@ -141,16 +141,30 @@ def preshard(
     ]
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out}: is not empty; name a new directory")
+    check_room(
+        out, sum(entry.bytes for p in plans for slot in p.slots for entry in entries_of(slot))
+    )
     for rank, plan in enumerate(plans):
         directory = out / loader.rank_name(rank, tp.size)
         write_rank(plan, directory, progress)
         for path in source.iterdir():  # tokenizer, chat template, generation config
             weights = path.suffix == ".safetensors" or path.name in (loader.INDEX, "config.json")
-            if path.is_file() and not weights:
+            if path.is_file() and not weights and path.suffix != ".yaml":  # of the whole
                 shutil.copyfile(path, directory / path.name)
         # Last, so that a directory without it is one that was not finished.
         raw = {**checkpoint.config_json, loader.SHARD_KEY: {"rank": rank, "size": tp.size}}
         (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def check_room(out: Path, needed: int) -> None:
+    """Raise UserError where so many bytes are not free for `out`."""
+    there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise UserError(
+            f"{out}: the parts take {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free there; "
+            "name a directory on a larger disk"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -167,6 +181,8 @@ def main(argv: list[str] | None = None) -> int:
         preshard(a.checkpoint, a.out, tp, a.drafter_of, sys.stderr.isatty())
         size = sum(path.stat().st_size for path in a.out.rglob("*") if path.is_file())
         print(f"{a.out}: parts of {a.checkpoint} for tp.size {a.size}, {size / 2**30:.3g} GiB")
+        key = "draft.path" if a.drafter_of else "model.path"
+        print(f"now: a config with {key}: {a.out} and tp.size: {a.size}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
