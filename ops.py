@@ -1126,15 +1126,15 @@ class CudaOps(TensorCoreKernels, TensorCoreAttention):
         `latent_query`; the cache entries go into `out`."""
         n, latent, rope = len(x), kv_norm.shape[0], weight.width - kv_norm.shape[0]
         shape = self._query_shape(n, weight.joined, q_b, key, latent, rope)
+        turn = cos, sin, positions
         if shape is None:
-            turn = cos, sin, positions
             q = self.latent_inputs(x, weight, q_norm, kv_norm, eps, *turn, out)
             q = self.linear(q, q_b, rounded=True).reshape(n, key.heads, -1)
             return self.latent_query(q, key, *turn)
         op, sums = "latent_queries", self.linear(x, weight.joined)
         q_norm = self._take(op, "q_norm", q_norm, FLOAT32, weight.q_lora, aligned=True)
-        kv_norm, out, positions = self._entry(op, n, kv_norm, rope, cos, sin, positions, out)
-        turn = cos, sin, positions
+        kv_norm, out, at = self._entry(op, n, kv_norm, rope, *turn, out)
+        turn = cos, sin, at
         return self._mma_queries(sums, shape, q_b, key, q_norm, kv_norm, eps, turn, out)
 
     def _entry(self, op: str, n: int, weight, rope: int, cos, sin, positions, out):

@@ -698,7 +698,7 @@ class TensorCoreKernels:
             return None
         if (key.heads + 1) * shape.blocks * ceil(n, QUERY_ROWS) > QUERY_BLOCKS:
             return None
-        static = 32 * QUERY_ROWS * (shape.tiles // shape.blocks)
+        static = 32 * QUERY_ROWS * (shape.tiles // shape.blocks)  # the block's own columns
         return shape if shape.shared_bytes + static <= limits.shared_bytes else None
 
     def _mma_queries(

@@ -149,7 +149,7 @@ def preshard(
         write_rank(plan, directory, progress)
         for path in source.iterdir():  # tokenizer, chat template, generation config
             weights = path.suffix == ".safetensors" or path.name in (loader.INDEX, "config.json")
-            if path.is_file() and not weights and path.suffix != ".yaml":  # of the whole
+            if path.is_file() and not weights and path.suffix != ".yaml":  # these are of the whole
                 shutil.copyfile(path, directory / path.name)
         # Last, so that a directory without it is one that was not finished.
         raw = {**checkpoint.config_json, loader.SHARD_KEY: {"rank": rank, "size": tp.size}}
